@@ -1,0 +1,383 @@
+"""`Policy`: the think and mix rule; `decide` applies it to cached questions, `evaluate` scores it.
+
+The gateway calls the same `Policy.thinks` and `Policy.combine`, so that the two paths cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from calib import metrics
+from calib.errors import CalibError
+from calib.outcomes import Outcomes
+
+__all__ = [
+    "ALWAYS",
+    "LATENCY_METRICS",
+    "NEVER",
+    "Cost",
+    "Decisions",
+    "Evaluation",
+    "Policy",
+    "Route",
+    "baselines",
+    "candidate_thresholds",
+    "confidence",
+    "decide",
+    "evaluate",
+    "evaluate_decisions",
+]
+
+NEVER, ALWAYS = 0.0, 1.1
+"""Thresholds that never think and always think (a confidence is above 0 and at most 1)."""
+
+CONFIDENCES = ("max",)
+POOLS = ("linear",)
+LATENCY_METRICS = ("mean", "p50", "p90", "p95", "p99")
+
+Floats = NDArray[np.float64]
+
+
+def confidence(p1: ArrayLike) -> Floats:
+    """Top probability of System 1, 0 to 1, recomputed here: servers report other things under that name."""
+    return np.asarray(np.max(np.asarray(p1, dtype=np.float64), axis=-1))
+
+
+def candidate_thresholds(confidence: ArrayLike) -> Floats:
+    """Every threshold that makes a difference, ascending: K distinct confidences give K + 1.
+
+    Never on an observed confidence but midway between neighbours, so that a rounding error on the server flips
+    nobody; 0 and 1.1 at the ends. Where the midpoint rounds onto the lower value, the upper value is used.
+    """
+    c = np.unique(np.asarray(confidence, dtype=np.float64))
+    low, high = c[:-1], c[1:]
+    middle = low + (high - low) / 2
+    return np.concatenate([[NEVER], np.where(middle > low, middle, high), [ALWAYS]])
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a policy does differently for the requests of one route; None keeps the policy's own value."""
+
+    threshold: float | None = None
+    think_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One operating point.
+
+    Parameters
+    ----------
+    threshold : float, default 0.8
+        Think when the confidence is below (equal stays): 0 never thinks, 1.1 always does.
+    mix : float, default 0.5
+        Weight of System 2 in the answer after thinking, 0 to 1.
+    think_budget : int, default 8192
+        Most thinking tokens.
+    arm : str, default "base"
+        Way of serving.
+    confidence : str, default "max"
+        Definition of the confidence that the threshold means.
+    routes : mapping of str to Route
+        Exceptions by something that a request carries, ``KEY=VALUE`` with KEY one of dataset, kind, n_options;
+        the first that matches wins.
+    temperatures : mapping or None
+        Room for fitted temperatures; none are applied.
+    pool : str, default "linear"
+        How both distributions are combined.
+
+    Raises
+    ------
+    CalibError
+        When a value is out of range.
+    """
+
+    threshold: float = 0.8
+    mix: float = 0.5
+    think_budget: int = 8192
+    arm: str = "base"
+    confidence: str = "max"
+    routes: Mapping[str, Route] = field(default_factory=dict)
+    temperatures: Mapping[str, Any] | None = None
+    pool: str = "linear"
+
+    def __post_init__(self) -> None:
+        _check_threshold(self.threshold, "threshold")
+        if not 0 <= self.mix <= 1:
+            raise CalibError(f"mix must be from 0 (System 1 alone) to 1 (System 2 alone), got {self.mix}")
+        _check_budget(self.think_budget, "think_budget")
+        if self.confidence not in CONFIDENCES:
+            raise CalibError(f"confidence must be one of {', '.join(CONFIDENCES)}, got {self.confidence!r}")
+        if self.pool not in POOLS:
+            raise CalibError(f"pool must be one of {', '.join(POOLS)}, got {self.pool!r}")
+        if self.temperatures is not None:
+            raise CalibError("temperatures are not supported by this version of calib; use a newer one")
+        for key, route in self.routes.items():
+            if key.partition("=")[0] not in ("dataset", "kind", "n_options") or "=" not in key:
+                raise CalibError(f"route {key!r} must be dataset=NAME, kind=NAME or n_options=NUMBER")
+            _check_threshold(route.threshold, f"threshold of route {key!r}")
+            _check_budget(route.think_budget, f"think_budget of route {key!r}")
+        object.__setattr__(self, "routes", MappingProxyType(dict(self.routes)))
+
+    def thinks(self, p1: ArrayLike) -> NDArray[np.bool_]:
+        """Whether to think, for one question (C,) or N (N, C)."""
+        return np.asarray(confidence(p1) < self.threshold)
+
+    def combine(self, p1: ArrayLike, p2: ArrayLike) -> Floats:
+        """Distribution after thinking: (1 - mix) * p1 + mix * p2, for one question or N."""
+        return (1 - self.mix) * np.asarray(p1, dtype=np.float64) + self.mix * np.asarray(p2, dtype=np.float64)
+
+    def routed(self, *, dataset: str | None = None, kind: str | None = None, n_options: int | None = None) -> Policy:
+        """The policy without routes that a request with these features is answered under."""
+        carried = {f"dataset={dataset}", f"kind={kind}", f"n_options={n_options}"}
+        for key, route in self.routes.items():
+            if key in carried:
+                return self._with(route)
+        return replace(self, routes={}) if self.routes else self
+
+    def _with(self, route: Route) -> Policy:
+        changed = {f.name: v for f in fields(route) if (v := getattr(route, f.name)) is not None}
+        return replace(self, routes={}, **changed)
+
+    def parts(self, outcomes: Outcomes) -> Iterator[tuple[Policy, NDArray[np.bool_]]]:
+        """Each policy without routes, with the mask (N,) of the questions that it answers."""
+        left = np.ones(outcomes.n, dtype=bool)
+        columns = {"dataset": outcomes.dataset, "kind": outcomes.kind, "n_options": outcomes.n_options}
+        for key, route in self.routes.items():
+            name, _, value = key.partition("=")
+            mask = left & (columns[name].astype(str) == value)
+            left &= ~mask
+            yield self._with(route), mask
+        yield replace(self, routes={}), left
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, as `from_dict` reads them."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        routes = {
+            key: {f.name: v for f in fields(route) if (v := getattr(route, f.name)) is not None}
+            for key, route in self.routes.items()
+        }
+        return plain | {"routes": routes, "temperatures": self.temperatures}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Policy:
+        """Policy from the values of `to_dict`; a `CalibError` names a field that is unknown or of a wrong type."""
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise CalibError(
+                f"unknown field {unknown[0]!r} in a policy; known: {', '.join(f.name for f in fields(cls))}"
+            )
+        try:
+            routes = {key: Route(**route) for key, route in (values.get("routes") or {}).items()}
+            return cls(**{**values, "routes": routes})
+        except TypeError as error:
+            raise CalibError(f"not a policy: {error}") from None
+
+
+def _check_threshold(value: float | None, name: str) -> None:
+    if value is not None and not 0 <= value <= ALWAYS:
+        raise CalibError(f"{name} must be from 0 (never think) to 1.1 (always think), got {value}")
+
+
+def _check_budget(value: int | None, name: str) -> None:
+    if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
+        raise CalibError(f"{name} must be a whole number of tokens, 1 or more, got {value}")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Prices that make accuracy and latency one number: mean of wrong * C + seconds * D + tokens * E."""
+
+    wrong: float = 0.0
+    second: float = 0.0
+    token: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Cost:
+        """Cost from ``wrong=1,second=0.01,token=0.0001`` (any of the three)."""
+        prices: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, number = part.partition("=")
+            try:
+                prices[name.strip()] = float(number)
+            except ValueError:
+                raise CalibError(f"--cost {text!r}: {part!r} is not NAME=NUMBER; write wrong=1,second=0.01") from None
+        unknown = sorted(set(prices) - {"wrong", "second", "token"})
+        if unknown or not all(math.isfinite(v) and v >= 0 for v in prices.values()):
+            raise CalibError(f"--cost {text!r}: give wrong, second or token a price of 0 or more: wrong=1,second=0.01")
+        return cls(**prices)
+
+    def of(self, right: NDArray[np.bool_], latency: Floats, tokens: Floats) -> Floats:
+        """Cost of each question, shape (N,); an unknown latency is needed only when seconds have a price."""
+        cost = self.wrong * ~right + self.token * tokens
+        return cost + self.second * latency if self.second else cost
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """What a policy did with each of N questions.
+
+    Attributes
+    ----------
+    p : ndarray of shape (N, C)
+        Final distribution; a row of NaN where System 2 was asked and failed.
+    thinks : ndarray of bool, shape (N,)
+    latency : ndarray of shape (N,)
+        Seconds; NaN where unknown.
+    tokens : ndarray of shape (N,)
+        Thinking tokens, 0 without thinking.
+    """
+
+    p: Floats
+    thinks: NDArray[np.bool_]
+    latency: Floats
+    tokens: Floats
+
+    @cached_property
+    def choice(self) -> NDArray[np.int64]:
+        """Index of the answer, -1 without a usable one."""
+        return metrics.chosen(self.p)
+
+
+def decide(outcomes: Outcomes, policy: Policy) -> Decisions:
+    """Apply the policy to every cached question."""
+    if not policy.routes:
+        return _decide(outcomes, policy)
+    p, thinks = outcomes.p1.copy(), np.zeros(outcomes.n, dtype=bool)
+    latency, tokens = np.zeros(outcomes.n), np.zeros(outcomes.n)
+    for part, mask in policy.parts(outcomes):
+        if mask.any():
+            d = _decide(outcomes.take(mask), part)
+            p[mask], thinks[mask], latency[mask], tokens[mask] = d.p, d.thinks, d.latency, d.tokens
+    return Decisions(p, thinks, latency, tokens)
+
+
+def _decide(outcomes: Outcomes, policy: Policy) -> Decisions:
+    a, b = outcomes.arm_index(policy.arm), outcomes.budget_index(policy.think_budget)
+    thinks = policy.thinks(outcomes.p1) & outcomes.can_think
+    p = np.where(thinks[:, None], policy.combine(outcomes.p1, outcomes.p2[:, b]), outcomes.p1)
+    # System 1 always runs first; `where` and not a product, since 0 * NaN would spoil a question that does not think
+    latency = outcomes.t1[a] + np.where(thinks, outcomes.t2[a, :, b], 0.0)
+    return Decisions(p, thinks, latency, np.where(thinks, outcomes.tokens[:, b], 0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Every metric of one policy on N questions. Rates and scores 0 to 1 (brier 0 to 2), seconds, tokens.
+
+    NaN where a metric has no meaning: latency that is not known, macro F1 without a fixed label set, cost without
+    prices. ``unanswered`` counts questions whose System 2 failed, ``clipped`` right answers below 1e-12 in nll.
+    """
+
+    n: int
+    accuracy: float
+    skill: float
+    think_rate: float
+    tokens: float
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    ece: float
+    brier: float
+    nll: float
+    macro_f1: float
+    cost: float
+    unanswered: int
+    clipped: int
+    by_dataset: Mapping[str, Evaluation] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Metrics by name, NaN as None; without the breakdown."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "by_dataset"}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def evaluate(outcomes: Outcomes, policy: Policy, *, by_dataset: bool = False, cost: Cost | None = None) -> Evaluation:
+    """Score the policy: accuracy, skill, think rate, latency percentiles, calibration, cost.
+
+    Parameters
+    ----------
+    outcomes : Outcomes
+    policy : Policy
+    by_dataset : bool, default False
+        Whether to score each dataset as well.
+    cost : Cost, optional
+        Prices for the metric ``cost``.
+    """
+    return evaluate_decisions(outcomes, decide(outcomes, policy), by_dataset=by_dataset, cost=cost)
+
+
+def evaluate_decisions(
+    outcomes: Outcomes, decisions: Decisions, *, by_dataset: bool = False, cost: Cost | None = None
+) -> Evaluation:
+    """Score decisions that were made already, as `evaluate`."""
+    score = _score(outcomes, decisions, None, cost)
+    if not by_dataset:
+        return score
+    each = {
+        name: _score(outcomes, decisions, np.flatnonzero(outcomes.dataset_codes == k), cost)
+        for k, name in enumerate(outcomes.dataset_names)
+    }
+    return replace(score, by_dataset=each)
+
+
+def _score(o: Outcomes, d: Decisions, where: NDArray[np.int64] | None, cost: Cost | None) -> Evaluation:
+    pick: Any = slice(None) if where is None else where
+    p, answer, latency, tokens = d.p[pick], o.answer[pick], d.latency[pick], d.tokens[pick]
+    w = None if o.unweighted else o.weight[pick]
+    right = d.choice[pick] == answer
+    accuracy = metrics.mean(right, w)
+    p50, p90, p95, p99 = metrics.percentiles(latency, [50, 90, 95, 99], w).tolist()
+    return Evaluation(
+        n=len(answer),
+        accuracy=accuracy,
+        skill=metrics.skill(accuracy, o.n_options[pick], w),
+        think_rate=metrics.mean(d.thinks[pick], w),
+        tokens=metrics.mean(tokens, w),
+        mean=metrics.mean(latency, w),
+        p50=p50,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        ece=metrics.ece(p, answer, w),
+        brier=metrics.brier(p, answer, w),
+        nll=metrics.nll(p, answer, w),
+        macro_f1=metrics.macro_f1(p, answer, o.label_set[pick], w),
+        cost=float("nan") if cost is None else metrics.mean(cost.of(right, latency, tokens), w),
+        unanswered=int((d.choice[pick] < 0).sum()),
+        clipped=metrics.nll_clipped(p, answer),
+    )
+
+
+def baselines(outcomes: Outcomes, arm: str | None = None) -> dict[str, Policy]:
+    """What one would serve without tuning, by name: system1, default, always_think, system2.
+
+    Parameters
+    ----------
+    outcomes : Outcomes
+        Gives the server's own threshold and mix, and the largest budget.
+    arm : str, optional
+        The first arm when left out.
+    """
+    arm = arm or outcomes.arms[0]
+    if not outcomes.budgets.size:
+        raise CalibError("no thought was collected; run: calib collect QUESTIONS --budgets 8192")
+    largest = int(outcomes.budgets[-1])
+    mix = outcomes.default_mix
+    return {
+        "system1": Policy(NEVER, mix, largest, arm),
+        "default": Policy(outcomes.default_threshold, mix, largest, arm),
+        "always_think": Policy(ALWAYS, mix, largest, arm),
+        "system2": Policy(ALWAYS, 1.0, largest, arm),
+    }

@@ -1,0 +1,1 @@
+"""One question per file: its search space and its objectives."""
