@@ -138,7 +138,8 @@ class Policy:
 
     def routed(self, *, dataset: str | None = None, kind: str | None = None, n_options: int | None = None) -> Policy:
         """The policy without routes that a request with these features is answered under."""
-        carried = {f"dataset={dataset}", f"kind={kind}", f"n_options={n_options}"}
+        features = {"dataset": dataset, "kind": kind, "n_options": n_options}
+        carried = {f"{name}={value}" for name, value in features.items() if value is not None}
         for key, route in self.routes.items():
             if key in carried:
                 return self._with(route)

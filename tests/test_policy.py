@@ -165,6 +165,13 @@ def test_routes_equal_deciding_each_part_alone(o, threshold, other):
         np.testing.assert_array_equal(one.p[0], d.p[i])
 
 
+def test_a_request_without_a_feature_takes_no_route_of_it():
+    policy = Policy(0.8, routes={"dataset=None": Route(0.1), "kind=noul": Route(0.2)})
+    assert policy.routed().threshold == 0.8
+    assert policy.routed(kind="noul").threshold == 0.2
+    assert policy.routed(dataset="None", kind="noul").threshold == 0.1
+
+
 @given(st.floats(0, ALWAYS), st.floats(0, 1), st.integers(1, 10**6))
 def test_a_policy_survives_json(threshold, mix, budget):
     policy = Policy(threshold, mix, budget, "mtp", routes={"dataset=x": Route(0.5), "kind=noul": Route(None, 7)})
