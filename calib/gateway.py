@@ -202,6 +202,7 @@ class Gateway:
             "protocol": PROTOCOL,
             "model": self.info.model,
             "model_type": raw.get("model_type", "unknown"),
+            "identity": dict(self.info.identity),
             "max_options": MAX_OPTIONS,
             "native_choice_options": NATIVE_OPTIONS,
             "temperatures": raw.get("temperatures", {"noul": 1.0, "choice": 1.0, "score": 1.0}),

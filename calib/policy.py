@@ -275,8 +275,8 @@ def _decide(outcomes: Outcomes, policy: Policy) -> Decisions:
 class Evaluation:
     """Every metric of one policy on N questions. Rates and scores 0 to 1 (brier 0 to 2), seconds, tokens.
 
-    NaN where a metric has no meaning: latency that is not known, macro F1 without a fixed label set, cost without
-    prices. ``unanswered`` counts questions whose System 2 failed, ``clipped`` right answers below 1e-12 in nll.
+    NaN where a metric has no meaning: latency that is not known, macro F1 where some question has no fixed label
+    set, cost without prices. ``unanswered`` counts questions whose System 2 failed, ``clipped`` right answers below 1e-12 in nll.
     """
 
     n: int
@@ -337,6 +337,7 @@ def _score(o: Outcomes, d: Decisions, where: NDArray[np.int64] | None, cost: Cos
     pick: Any = slice(None) if where is None else where
     p, answer, latency, tokens = d.p[pick], o.answer[pick], d.latency[pick], d.tokens[pick]
     w = None if o.unweighted else o.weight[pick]
+    labels = o.label_set[pick]
     right = d.choice[pick] == answer
     accuracy = metrics.mean(right, w)
     p50, p90, p95, p99 = metrics.percentiles(latency, [50, 90, 95, 99], w).tolist()
@@ -354,7 +355,7 @@ def _score(o: Outcomes, d: Decisions, where: NDArray[np.int64] | None, cost: Cos
         ece=metrics.ece(p, answer, w),
         brier=metrics.brier(p, answer, w),
         nll=metrics.nll(p, answer, w),
-        macro_f1=metrics.macro_f1(p, answer, o.label_set[pick], w),
+        macro_f1=metrics.macro_f1(p, answer, labels, w) if (labels >= 0).all() else float("nan"),
         cost=float("nan") if cost is None else metrics.mean(cost.of(right, latency, tokens), w),
         unanswered=int((d.choice[pick] < 0).sum()),
         clipped=metrics.nll_clipped(p, answer),

@@ -3,6 +3,6 @@
 Only this package knows wire formats. Everything before it sees a `Question`, everything after it an `Answer`.
 """
 
-from calib.engine.base import Answer, AskFailed, Engine, EngineInfo, ServerBusy
+from calib.engine.base import Answer, AskFailed, Engine, EngineInfo, PartlyFailed, ServerBusy
 
-__all__ = ["Answer", "AskFailed", "Engine", "EngineInfo", "ServerBusy"]
+__all__ = ["Answer", "AskFailed", "Engine", "EngineInfo", "PartlyFailed", "ServerBusy"]

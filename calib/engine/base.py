@@ -13,7 +13,7 @@ import numpy as np
 
 from calib.questions import Question
 
-__all__ = ["Answer", "AskFailed", "Engine", "EngineInfo", "ServerBusy"]
+__all__ = ["Answer", "AskFailed", "Engine", "EngineInfo", "PartlyFailed", "ServerBusy"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,24 @@ class AskFailed(Exception):  # noqa: N818 - a finding that is kept with its reas
         self.attempts = attempts
 
 
+class PartlyFailed(AskFailed):
+    """One part of a question failed, another was answered well and must not be lost.
+
+    Parameters
+    ----------
+    failure : AskFailed
+        What failed, with its reason, stage, seconds and attempts.
+    partial : Answer
+        The good part: System 1, and the budgets that were read.
+    """
+
+    def __init__(self, failure: AskFailed, partial: Answer) -> None:
+        super().__init__(
+            failure.reason, failure.detail, stage=failure.stage, seconds=failure.seconds, attempts=failure.attempts
+        )
+        self.partial = partial
+
+
 class ServerBusy(Exception):  # noqa: N818 - asks for patience
     """The engine refuses for now (HTTP 429 or 503); ``retry_after`` seconds are asked for, if it said so."""
 
@@ -150,7 +168,8 @@ class Engine(Protocol):
         Raises
         ------
         AskFailed
-            When no good answer could be had; never returns a bad one as good.
+            When no good answer could be had; never returns a bad one as good. As `PartlyFailed` it carries what was
+            answered well.
         """
         ...
 

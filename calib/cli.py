@@ -1,0 +1,566 @@
+"""The command line: options, one call and its output for each command.
+
+Heavy imports stand inside the commands, so that ``calib --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from calib import __version__
+from calib.errors import CalibError
+
+if TYPE_CHECKING:
+    from calib.collect import Progress
+    from calib.outcomes import Outcomes
+
+__all__ = ["cli", "main"]
+
+NOT_MET = 3
+"""Exit code when a target is not met."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Commands(click.Group):
+    """Commands in the order of the flow; the user's mistakes print without a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Names in the order in which they are defined."""
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; turn a `CalibError` into its message and exit code, without a traceback."""
+        try:
+            return super().invoke(ctx)
+        except CalibError as error:
+            click.echo(click.style("error: ", fg="red") + str(error), err=True)
+            ctx.exit(error.exit_code)
+
+
+def _examples(*lines: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=_examples(
+        "calib demo                                     the whole loop on the embedded simulated server",
+        "calib collect q.jsonl --arm base=http://127.0.0.1:8000 --arm mtp=http://127.0.0.1:8001",
+        "calib optimize --target 'accuracy>=83%, p90<10s'   (quote it: a shell reads < and > as redirections)",
+        "calib export best --out serve/",
+    )
+    + "\n\n\b\nExit codes: 0 done, met or certified; 3 a target is not met; 2 wrong usage or input; 1 a failure.",
+)
+@click.version_option(__version__, prog_name="calib")
+def cli() -> None:
+    """Find the operating point of a dual-system decision model, learn how far to trust it, and serve it."""
+
+
+_store = click.option(
+    "--store",
+    envvar="CALIB_STORE",
+    default="calib.db",
+    show_default=True,
+    metavar="FILE|URL",
+    help="SQLite file, or a PostgreSQL URL. Environment: CALIB_STORE.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for machines.")
+_model = click.option("--model", metavar="NAME", help="Which model of the store; needed when it holds several.")
+_datasets = click.option("--datasets", metavar="A,B", help="Only these datasets (repeatable).", multiple=True)
+_traffic = click.option("--traffic", metavar="A=3,B=1", help="Weigh the datasets by your traffic; others are left out.")
+_at_concurrency = click.option(
+    "--concurrency", type=int, metavar="N", help="Latency collected at this concurrency; needed when there are several."
+)
+
+
+def _selection(command: F) -> F:
+    """Add the options that choose which outcomes are read."""
+    for option in (_at_concurrency, _traffic, _datasets, _model, _store):
+        command = option(command)
+    return command
+
+
+def _names(values: tuple[str, ...]) -> list[str]:
+    """Names from a repeatable option; one value may hold several, joined by commas."""
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+def _pairs(values: tuple[str, ...] | str | None, option: str, example: str) -> dict[str, str]:
+    """NAME=VALUE pairs of an option, in order."""
+    found: dict[str, str] = {}
+    for text in [values] if isinstance(values, str) else values or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise CalibError(f"{option} {text!r} is not NAME=VALUE; write for instance: {option} {example}")
+        if name.strip() in found:
+            raise CalibError(f"{option} names {name.strip()!r} twice; give each name once")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise CalibError(f"{option} {text!r} is not a list of whole numbers; write {option} 512,2048,8192") from None
+    if found[0] < 1:
+        raise CalibError(f"{option} {text!r}: budgets must be 1 or more tokens")
+    return found
+
+
+def _load(
+    store: str, model: str | None, datasets: tuple[str, ...], traffic: str | None, concurrency: int | None
+) -> Outcomes:
+    from calib.store import Store, load_outcomes
+
+    with Store.open(store, must_exist=True) as opened:
+        outcomes = load_outcomes(opened, model=model, datasets=_split_names(datasets), concurrency=concurrency)
+    if traffic:
+        outcomes = outcomes.reweighted(_traffic_of(traffic))
+    return outcomes
+
+
+def _split_names(values: tuple[str, ...]) -> list[str] | None:
+    return _names(values) or None
+
+
+def _traffic_of(text: str) -> dict[str, float]:
+    shares = _pairs(tuple(part for part in text.split(",") if part.strip()), "--traffic", "gsm8k=3,bbh=1")
+    try:
+        return {name: float(value) for name, value in shares.items()}
+    except ValueError:
+        raise CalibError(f"--traffic {text!r}: a share is not a number; write --traffic gsm8k=3,bbh=1") from None
+
+
+@cli.command(
+    epilog=_examples(
+        "calib demo",
+        "calib demo --folder /tmp/demo --json",
+    )
+)
+@click.option("--folder", default="demo", show_default=True, metavar="DIR", help="Where the store and configs go.")
+@click.option("--target", default="p90<10s", show_default=True, metavar="TARGET", help="Limit to tune for.")
+@_json
+def demo(folder: str, target: str, as_json: bool) -> None:
+    """Run the whole loop on the embedded simulated server, in about a minute.
+
+    Starts the server, collects both arms over HTTP, tunes, exports, serves the policy by the gateway and checks it
+    with a plain client. All numbers are simulated and say so.
+    """
+    from calib.demo import run
+
+    run(folder, target, as_json=as_json)
+
+
+@cli.command(
+    epilog=_examples(
+        "calib questions q.jsonl more.csv",
+        "calib questions --profile gev-validation --out gev-validation.jsonl",
+    )
+)
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.option("--profile", metavar="NAME", help="The questions that a simulated server knows, instead of files.")
+@click.option("--out", metavar="FILE", help="Write the questions as JSONL (.gz).")
+@_json
+def questions(files: tuple[str, ...], profile: str | None, out: str | None, as_json: bool) -> None:
+    """Check question files and count what they hold: JSONL (.gz), CSV, Parquet."""
+    from calib import questions as module
+    from calib import show
+
+    if bool(files) == bool(profile):
+        raise CalibError("name question files or a --profile, one of both: calib questions q.jsonl")
+    if profile:
+        from calib.engine.simulated import load_profile
+
+        found = load_profile(profile).questions()
+    else:
+        found = module.read_questions(list(files))
+    if out:
+        module.write_questions(found, out)
+    summary = module.summarise(found)
+    if as_json:
+        from dataclasses import asdict
+
+        show.echo_json({"n": len(found), "datasets": [asdict(row) for row in summary], "out": out})
+        return
+    rows = [
+        [
+            row.dataset,
+            ", ".join(row.kinds),
+            str(row.n),
+            f"{row.options_min}-{row.options_max}" if row.options_min < row.options_max else str(row.options_min),
+            str(row.groups),
+        ]
+        for row in summary
+    ]
+    show.table(["dataset", "kind", "questions", "options", "groups"], rows, left=2)
+    if out:
+        click.echo(f"wrote {len(found)} questions to {out}")
+
+
+@cli.command(
+    epilog=_examples(
+        "calib collect q.jsonl --arm base=http://127.0.0.1:8000",
+        "calib collect q.jsonl --arm base=URL --arm mtp=URL --budgets 512,2048,8192 --concurrency 8",
+        "calib collect q.jsonl --arm base=URL --retry-failed",
+    )
+)
+@click.argument("files", nargs=-1, required=True, metavar="QUESTIONS...")
+@click.option("--arm", "arms", multiple=True, required=True, metavar="NAME=URL", help="A way of serving (repeatable).")
+@click.option("--budgets", default="8192", show_default=True, metavar="A,B", help="Think budgets, tokens.")
+@click.option("--concurrency", default=32, show_default=True, type=click.IntRange(1), help="Requests in flight.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N questions, an even sample.")
+@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds.")
+@click.option("--retries", default=4, show_default=True, type=click.IntRange(0), help="Further attempts of a request.")
+@click.option("--retry-failed", is_flag=True, help="Ask again what failed before.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the key (the key is not stored).")
+@click.option("--no-text", is_flag=True, help="Keep hashes and numbers, no texts.")
+@_datasets
+@_store
+@_json
+def collect(
+    files: tuple[str, ...],
+    arms: tuple[str, ...],
+    budgets: str,
+    concurrency: int,
+    limit: int | None,
+    timeout: float,
+    retries: int,
+    retry_failed: bool,
+    api_key_env: str | None,
+    no_text: bool,
+    datasets: tuple[str, ...],
+    store: str,
+    as_json: bool,
+) -> None:
+    """Ask every question of both systems, over HTTP, and keep answers and seconds in the store.
+
+    Resumes where it stopped: what is stored is not asked again. Ctrl-C stops cleanly.
+    """
+    from calib import collect as module
+    from calib import show
+    from calib.questions import read_questions
+    from calib.store import Store
+
+    urls = _pairs(arms, "--arm", "base=http://127.0.0.1:8000")
+    chosen = module.choose(read_questions(list(files)), datasets=_split_names(datasets), limit=limit)
+    with Store.open(store) as opened:
+        summary = module.run(
+            chosen,
+            urls,
+            opened,
+            budgets=_numbers(budgets, "--budgets"),
+            concurrency=concurrency,
+            timeout=timeout,
+            retries=retries,
+            retry_failed=retry_failed,
+            api_key_env=api_key_env,
+            keep_text=not no_text,
+            progress=_progress(),
+        )
+    if as_json:
+        show.echo_json(summary.to_dict())
+    else:
+        show.collected(summary, store)
+    if summary.interrupted:
+        sys.exit(130)
+
+
+def _progress() -> Callable[[Progress], None]:
+    """Show the progress of a collection on stderr."""
+    from calib.show import ProgressLine
+
+    line = ProgressLine()
+
+    def show(progress: Progress) -> None:
+        failed = f"{progress.failed} failed" if progress.failed else ""
+        line(f"arm {progress.arm}", progress.done, progress.total, progress.rate, progress.eta_s, failed)
+
+    return show
+
+
+@cli.command(
+    "import",
+    epilog=_examples(
+        "calib import runs.jsonl.gz",
+        "calib import pairs.jsonl.gz --where s1=gpt-4o --group story",
+        "calib import trace.jsonl --system1-ms base=45,mtp=50 --tokens-per-second base=250,mtp=438",
+    ),
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--where", multiple=True, metavar="KEY=VALUE", help="Only rows with this value (repeatable).")
+@click.option("--group", metavar="KEY", help="Field that says which questions belong together.")
+@click.option("--arm", metavar="NAME", help="Arm of every row, instead of what the file says.  [default: base]")
+@click.option("--model", metavar="NAME", help="Name of the model, instead of what the file says.")
+@click.option("--system1-ms", metavar="MS|ARM=MS,..", help="Milliseconds of System 1 where the file holds none.")
+@click.option("--tokens-per-second", metavar="N|ARM=N,..", help="Thinking speed where the file holds no seconds.")
+@click.option("--read-ms", metavar="MS|ARM=MS,..", help="Milliseconds of the answer read after a thought.")
+@click.option("--tokens-key", metavar="KEY", help="Field that stands in for missing think_tokens.")
+@click.option(
+    "--missing-p2",
+    type=click.Choice(["skip", "wrong"]),
+    default="skip",
+    show_default=True,
+    help="Rows with p1 alone: leave out, or count System 2 as failed (wrong when it thinks).",
+)
+@_store
+@_json
+def import_(
+    files: tuple[str, ...],
+    where: tuple[str, ...],
+    group: str | None,
+    arm: str | None,
+    model: str | None,
+    system1_ms: str | None,
+    tokens_per_second: str | None,
+    read_ms: str | None,
+    tokens_key: str | None,
+    missing_p2: str,
+    store: str,
+    as_json: bool,
+) -> None:
+    """Read outcomes that were collected elsewhere: JSONL (.gz) with p1, p2 or p2_by_budget, tokens, seconds."""
+    from calib import show
+    from calib.importer import import_files
+    from calib.store import Store
+
+    with Store.open(store) as opened:
+        summary = import_files(
+            opened,
+            files,
+            where=_pairs(where, "--where", "s1=gpt-4o"),
+            group_key=group,
+            arm=arm,
+            model=model,
+            system1_ms=system1_ms,
+            tokens_per_second=tokens_per_second,
+            read_ms=read_ms,
+            tokens_key=tokens_key,
+            missing_p2=missing_p2,
+        )
+    if as_json:
+        show.echo_json(summary.to_dict())
+        return
+    for line in summary.lines():
+        click.echo(line)
+    for text in summary.warnings:
+        show.warn(text)
+    click.echo(f"next: calib optimize --store {store} --target 'p90<10s'")
+
+
+@cli.command(epilog=_examples("calib status", "calib status --store runs.db --json"))
+@_store
+@_json
+def status(store: str, as_json: bool) -> None:
+    """Show what the store holds: questions by dataset, arm and budget; what failed and why."""
+    from calib import show
+    from calib.store import Store
+
+    with Store.open(store, must_exist=True) as opened:
+        found = opened.status()
+    if as_json:
+        show.echo_json(found.to_dict())
+    else:
+        show.status(found)
+
+
+@cli.command(
+    epilog=_examples(
+        "calib evaluate --threshold 0.8 --mix 0.5 --think-budget 8192 --arm mtp",
+        "calib evaluate --threshold 0 --json",
+    )
+)
+@click.option("--threshold", type=float, default=0.8, show_default=True, help="Think below; 0 never, 1.1 always.")
+@click.option("--mix", type=float, default=0.5, show_default=True, help="Weight of System 2 after thinking.")
+@click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
+@click.option("--arm", metavar="NAME", help="Way of serving.  [default: the first]")
+@click.option("--cost", metavar="wrong=C,second=D", help="Prices for the metric cost (token=E too).")
+@_selection
+@_json
+def evaluate(
+    threshold: float,
+    mix: float,
+    think_budget: int | None,
+    arm: str | None,
+    cost: str | None,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Print every metric of one policy, by dataset."""
+    from calib import show
+    from calib.policy import Cost, Policy
+    from calib.policy import evaluate as score
+
+    outcomes = _load(store, model, datasets, traffic, concurrency)
+    if think_budget is None:
+        think_budget = int(outcomes.budgets[-1])
+    policy = Policy(threshold, mix, think_budget, arm or outcomes.arms[0])
+    result = score(outcomes, policy, by_dataset=True, cost=Cost.parse(cost) if cost else None)
+    marks = list(outcomes.marks_of(policy.arm, think_budget))
+    warnings = [*outcomes.warnings, *show.latency_hint(outcomes, policy.arm, think_budget)]
+    if as_json:
+        show.echo_json(
+            {
+                "policy": policy.to_dict(),
+                "metrics": result.to_dict(),
+                "by_dataset": {name: part.to_dict() for name, part in result.by_dataset.items()},
+                "n": result.n,
+                "marks": marks,
+                "warnings": warnings,
+            }
+        )
+    else:
+        show.evaluation(policy, result, marks, warnings)
+
+
+@cli.command(
+    epilog=_examples(
+        "calib optimize --target 'p90<10s'",
+        "calib optimize --target p90:10s --target acc:83%",
+        "calib optimize --minimize p90 --target 'accuracy>=83%' --name fast",
+        "calib optimize --target 'accuracy[worst]>=60%, p90[GPQA Diamond]<20s' --json",
+    )
+    + "\n\n\b\nQuote a target: without quotes the shell reads p90<10s as p90 and a file named 10s; p90:10s needs none.",
+)
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", help="METRIC[DATASET] OP NUMBER UNIT (repeatable)."
+)
+@click.option("--maximize", metavar="METRIC", help="Objective.  [default: accuracy]")
+@click.option("--minimize", metavar="METRIC", help="Objective: p90, mean, tokens, think_rate, cost, ...")
+@click.option("--cost", metavar="wrong=C,second=D", help="Prices for the metric cost (token=E too).")
+@click.option("--arm", "arms", multiple=True, metavar="NAME", help="Only this arm (repeatable).")
+@click.option("--budgets", metavar="A,B", help="Only these think budgets.")
+@click.option("--test-share", type=float, default=0.3, show_default=True, help="Share of questions kept for the test.")
+@click.option("--level", type=float, default=0.95, show_default=True, help="Level of the certificate.")
+@click.option("--margin", default="auto", show_default=True, metavar="auto|0", help="Room left below each limit.")
+@click.option(
+    "--prefer",
+    type=click.Choice(["best", "cheapest"]),
+    default="best",
+    show_default=True,
+    help="cheapest: the cheapest policy that cannot be told apart from the best.",
+)
+@click.option("--name", default="best", show_default=True, help="Save the result under this name.")
+@_selection
+@_json
+def optimize(
+    targets: tuple[str, ...],
+    maximize: str | None,
+    minimize: str | None,
+    cost: str | None,
+    arms: tuple[str, ...],
+    budgets: str | None,
+    test_share: float,
+    level: float,
+    margin: str,
+    prefer: str,
+    name: str,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Find the best policy inside the targets, with a verdict on how far to trust it."""
+    raise NotImplementedError
+
+
+@cli.command(
+    epilog=_examples(
+        "calib export best --out serve/",
+        "calib export best --out serve/ --held-by gateway",
+    )
+)
+@click.argument("name", metavar="NAME")
+@click.option("--out", required=True, metavar="DIR", help="Folder for policy.json, serve.env, decide-defaults.json.")
+@click.option(
+    "--held-by",
+    type=click.Choice(["gateway", "client"]),
+    help="Who holds the think budget of each request; no variable of the reference server sets it.",
+)
+@_store
+@_json
+def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) -> None:
+    """Write the serve configs of a tuned policy, with its evidence, and say who must hold each knob."""
+    from calib import export as module
+    from calib import show
+    from calib.store import Store
+
+    with Store.open(store, must_exist=True) as opened:
+        document = opened.policy(name)
+    result = module.export(document, out, held_by=held_by)
+    if as_json:
+        show.echo_json(result.to_dict())
+    else:
+        show.exported(result)
+
+
+@cli.command(
+    epilog=_examples(
+        "calib serve --engine simulated --profile gev-validation --port 8000",
+        "calib serve --engine simulated --profile gev-validation --arm mtp --policy serve/policy.json",
+    )
+)
+@click.option("--engine", type=click.Choice(["simulated"]), required=True, help="Who answers.")
+@click.option("--profile", default="gev-validation", show_default=True, metavar="NAME", help="Simulated figures.")
+@click.option("--policy", "policy_file", metavar="FILE", help="policy.json of calib export: apply it to each request.")
+@click.option("--arm", metavar="NAME", help="Way of serving: base or mtp.  [default: the policy's, else base]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--time-scale",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of the simulated seconds that it really waits.",
+)
+@click.option("--seed", default=0, show_default=True, type=int, help="Another seed is another simulated model.")
+def serve(
+    engine: str,  # noqa: ARG001 - one choice so far; named so that a command line stays valid
+    profile: str,
+    policy_file: str | None,
+    arm: str | None,
+    host: str,
+    port: int,
+    time_scale: float,
+    seed: int,
+) -> None:
+    """Serve POST /v1/decide and GET /v1/decide/info in front of an engine, under one policy."""
+    from calib import serve as module
+    from calib.engine.simulated import SimulatedEngine, load_profile
+    from calib.export import load_policy_file
+
+    policy = load_policy_file(policy_file) if policy_file else None
+    if policy and arm and arm != policy.arm:
+        raise CalibError(
+            f"--arm {arm}, but {policy_file} was tuned for arm {policy.arm}; leave --arm out, or tune again"
+        )
+    arm = arm or (policy.arm if policy else "base")
+    simulated = SimulatedEngine(load_profile(profile), arm=arm, time_scale=time_scale, seed=seed)
+    module.run(
+        lambda: module.open_app(simulated, policy=policy, context_tokens=simulated.context_tokens),
+        host=host,
+        port=port,
+        announce=lambda url: click.echo(f"calib: {url} answers for profile {profile}, arm {arm} (simulated)", err=True),
+    )
+
+
+def main() -> None:
+    """Run the command line; a closed pipe is not an error."""
+    try:
+        cli(prog_name="calib")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,297 @@
+"""What the commands print: tables (Rich on a terminal, plain text elsewhere), numbers with units, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from calib.collect import CollectSummary
+    from calib.export import Export
+    from calib.outcomes import Outcomes
+    from calib.policy import Evaluation, Policy
+    from calib.store import StoreStatus
+
+__all__ = [
+    "ProgressLine",
+    "collected",
+    "duration",
+    "echo_json",
+    "evaluation",
+    "exported",
+    "latency_hint",
+    "number",
+    "percent",
+    "policy_line",
+    "seconds",
+    "status",
+    "table",
+    "warn",
+]
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Share as ``83.4 %``; ``-`` when unknown."""
+    return "-" if _unknown(value) else f"{100 * _known(value):.{digits}f} %"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds as ``45 ms`` below one second, ``8.20 s`` above; ``-`` when unknown."""
+    if _unknown(value):
+        return "-"
+    value = _known(value)
+    if math.isinf(value):
+        return "inf"
+    if value < 0.9995:
+        return f"{1000 * value:.0f} ms"
+    return f"{value:.2f} s" if value < 99.995 else f"{value:.0f} s"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Plain number; ``-`` when unknown."""
+    if _unknown(value):
+        return "-"
+    value = _known(value)
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.{digits}f}"
+
+
+def _unknown(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _known(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", left: int = 1, err: bool = False
+) -> None:
+    """Print a table; the first ``left`` columns are text, the others align right.
+
+    Parameters
+    ----------
+    columns : sequence of str
+    rows : sequence of sequence of str
+    title : str, optional
+    left : int, default 1
+    err : bool, default False
+        Print to stderr.
+    """
+    stream = sys.stderr if err else sys.stdout
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        rich = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, name in enumerate(columns):
+            rich.add_column(name, justify="left" if i < left else "right", overflow="fold")
+        for row in rows:
+            rich.add_row(*(Text(cell) for cell in row))  # Text: names from data are never markup
+        Console(file=stream).print(rich)
+        return
+    width = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
+    if title:
+        click.echo(title, err=err)
+    for line in [columns, *rows]:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, width, strict=True))]
+        click.echo("  ".join(cells).rstrip(), err=err)
+
+
+def warn(text: str) -> None:
+    """Print one line of warning to stderr."""
+    click.echo(click.style("warning: ", fg="yellow") + text, err=True)
+
+
+def echo_json(document: Mapping[str, Any]) -> None:
+    """Print a document for machines: strict JSON, unknown numbers as null."""
+    click.echo(json.dumps(_plain(document), ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def duration(value: float | None) -> str:
+    """Long time as ``1:02:03`` or ``4:05``; ``-`` when unknown."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class ProgressLine:
+    """Progress on stderr: one line that rewrites itself on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._every = 0.1 if self._terminal else 5.0  # seconds between two updates
+        self._last = -math.inf
+        self._width = 0
+
+    def __call__(self, label: str, done: int, total: int, rate: float, eta: float | None, note: str = "") -> None:
+        """Show that ``done`` of ``total`` are finished, at ``rate`` a second, with ``eta`` seconds to go."""
+        now, finished = time.monotonic(), done >= total
+        if not finished and now - self._last < self._every:
+            return
+        self._last = now
+        share = f"{100 * done / total:3.0f} %" if total else ""
+        text = f"{label}  {done:,}/{total:,} {share}  {rate:,.0f}/s  ETA {duration(eta)}" + (
+            f"  {note}" if note else ""
+        )
+        if self._terminal:
+            click.echo("\r" + text.ljust(self._width), nl=finished, err=True)
+            self._width = 0 if finished else len(text)
+        else:
+            click.echo(text, err=True)
+
+
+def policy_line(policy: Policy) -> str:
+    """One policy in words."""
+    if policy.threshold == 0:
+        return f"never think ({policy.arm})"
+    routes = f", {len(policy.routes)} routes" if policy.routes else ""
+    return (
+        f"threshold {policy.threshold:.4g}, mix {policy.mix:.3g}, think_budget {policy.think_budget:,}, "
+        f"arm {policy.arm}{routes}"
+    )
+
+
+def evaluation(policy: Policy, result: Evaluation, marks: Sequence[str], warnings: Sequence[str]) -> None:
+    """Print every metric of one policy, by dataset."""
+    names = {"all": result, **result.by_dataset} if len(result.by_dataset) != 1 else result.by_dataset
+    rows = [
+        [
+            name,
+            f"{e.n:,}",
+            percent(e.accuracy),
+            number(e.skill),
+            percent(e.think_rate),
+            number(e.tokens),
+            seconds(e.mean),
+            seconds(e.p50),
+            seconds(e.p90),
+            seconds(e.p99),
+            number(e.ece),
+            number(e.brier),
+            number(e.nll),
+            number(e.macro_f1),
+        ]
+        for name, e in names.items()
+    ]
+    columns = "dataset n accuracy skill think tokens mean p50 p90 p99 ECE Brier NLL macro-F1".split()
+    table(columns, rows, title=policy_line(policy) + _marked(marks))
+    if result.unanswered:
+        click.echo(f"{result.unanswered} questions without a usable answer of System 2 count as wrong")
+    if result.clipped:
+        click.echo(f"{result.clipped} right answers had a probability below 1e-12: NLL clips them there")
+    if not math.isnan(result.cost):
+        click.echo(f"cost {result.cost:.6g} a question")
+    for text in warnings:
+        warn(text)
+
+
+def _marked(marks: Sequence[str]) -> str:
+    return f"   [{', '.join(marks)}]" if marks else ""
+
+
+def latency_hint(outcomes: Outcomes, arm: str, think_budget: int) -> list[str]:
+    """What to do when the seconds of an arm are not known, else nothing."""
+    import numpy as np
+
+    a, b = outcomes.arm_index(arm), outcomes.budget_index(think_budget)
+    unknown = np.isnan(outcomes.t1[a]) | (np.isnan(outcomes.t2[a, :, b]) & outcomes.can_think)
+    if not unknown.any():
+        return []
+    return [
+        f"latency of arm {arm!r} is unknown for {int(unknown.sum())} of {outcomes.n} questions: import with rates "
+        f"(--system1-ms {arm}=45 --tokens-per-second {arm}=250), or measure it: calib collect"
+    ]
+
+
+def exported(result: Export) -> None:
+    """Print what an export wrote and who must hold each knob."""
+    click.echo("wrote " + ", ".join(f"{result.folder}/{name}" for name in result.files))
+    rows = [[knob.knob, knob.value, knob.holder, knob.how] for knob in result.knobs]
+    table(["knob", "value", "held by", "how"], rows, left=4)
+    for text in result.warnings:
+        warn(text)
+    if result.done:
+        click.echo("done: every knob is held")
+    else:
+        click.echo(
+            "NOT DONE: nobody holds the think budget yet. Serve by the gateway (--held-by gateway) or let the clients "
+            "send decide-defaults.json (--held-by client), and export again with that option"
+        )
+
+
+def collected(summary: CollectSummary, store: str) -> None:
+    """Print what a collection came to and what to type next."""
+    rows = [
+        [arm.arm, f"{arm.asked:,}", f"{arm.already:,}", f"{arm.failed:,}", f"{arm.rate:,.0f}/s", duration(arm.seconds)]
+        for arm in summary.arms
+    ]
+    table(["arm", "asked", "stored before", "failed", "rate", "time"], rows)
+    for arm in summary.arms:
+        if arm.reasons:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(arm.reasons.items()))
+            click.echo(f"arm {arm.arm} failed: {reasons}. See calib status; ask again with --retry-failed")
+        if arm.failed_before:
+            click.echo(f"arm {arm.arm}: {arm.failed_before} questions failed before; ask again with --retry-failed")
+    if summary.simulated:
+        click.echo("simulated: no real model answered; the numbers say nothing about a real server")
+    for text in summary.warnings:
+        warn(text)
+    if summary.interrupted:
+        click.echo("stopped before the end; the same command goes on")
+    else:
+        click.echo(f"next: calib optimize --store {store} --target 'p90<10s'")
+
+
+def status(found: StoreStatus) -> None:
+    """Print what a store holds, what failed and why."""
+    click.echo(f"{found.location}: {sum(found.questions.values()):,} questions, schema {found.schema_version}")
+    for model in found.models:
+        mark = "   [simulated]" if model.simulated else ""
+        click.echo(
+            f"\nmodel {model.name} ({model.fingerprint[:12]}), serves threshold {model.threshold:g}, "
+            f"mix {model.mix:g}{mark}"
+        )
+        budgets = sorted({budget for row in model.coverage for budget in row.budgets})
+        rows = [
+            [row.dataset, row.arm, f"{row.questions:,}", f"{row.system1:,}"]
+            + [f"{row.budgets.get(budget, 0):,} / {row.timed.get(budget, 0):,}" for budget in budgets]
+            for row in model.coverage
+        ]
+        columns = ["dataset", "arm", "questions", "System 1", *(f"{budget:,}" for budget in budgets)]
+        table(columns, rows, left=2, title="answers / with seconds, by think budget")
+        for arm, rate in model.rates.items():
+            click.echo(
+                f"arm {arm}: seconds estimated from {1000 * rate.system1_s:g} ms System 1, "
+                f"{rate.tokens_per_second:g} tokens/s, {1000 * rate.read_s:g} ms answer read"
+            )
+        if model.failures:
+            rows = [
+                [f.arm, f.stage, f.reason, f"{f.questions:,}", ", ".join(f.examples[:3]), f.detail]
+                for f in model.failures
+            ]
+            table(["arm", "stage", "failure", "questions", "for instance", "last"], rows, left=3)
+            click.echo("ask again with: calib collect ... --retry-failed")
+    for policy in found.policies:
+        click.echo(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
