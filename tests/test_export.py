@@ -39,7 +39,7 @@ def document(**changes):
 
 def sourced(text: str, *names: str) -> list[str]:
     """What a shell sees after it has read the file."""
-    script = f'set -eu\n. /dev/stdin <<\'EOF\'\n{text}EOF\nprintf "%s\\n" ' + " ".join(f'"${n}"' for n in names)
+    script = f"set -eu\n. /dev/stdin <<'EOF'\n{text}EOF\nprintf \"%s\\n\" " + " ".join(f'"${n}"' for n in names)
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
 
 
