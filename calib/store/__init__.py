@@ -1,0 +1,25 @@
+"""The store: questions, answers, timings, failures, policies and the ledger on disk; rows in, arrays out.
+
+Alone knows the schema. SQLite (a file, WAL) by default, PostgreSQL by URL; several processes may write one store.
+`Store` (`calib.store.store`) is the front, over the tables (`schema`), the connections (`database`), what is written
+(`entries`), what is there (`holdings`) and what becomes `Outcomes` (`loading`).
+"""
+
+from calib.store.entries import Answered, Failed
+from calib.store.holdings import CoverageCount, Covered, FailureCount, ModelStatus, SavedPolicy, StoreStatus
+from calib.store.schema import ModelRow
+from calib.store.store import Store, load_outcomes
+
+__all__ = [
+    "Answered",
+    "CoverageCount",
+    "Covered",
+    "Failed",
+    "FailureCount",
+    "ModelRow",
+    "ModelStatus",
+    "SavedPolicy",
+    "Store",
+    "StoreStatus",
+    "load_outcomes",
+]
