@@ -451,6 +451,7 @@ def evaluate(
     show_default=True,
     help="cheapest: the cheapest policy that cannot be told apart from the best.",
 )
+@click.option("--rate", metavar="N/s", help="Requests a second that the thinking must keep up with.")
 @click.option("--name", default="best", show_default=True, help="Save the result under this name.")
 @_selection
 @_json
@@ -465,6 +466,7 @@ def optimize(
     level: float,
     margin: str,
     prefer: str,
+    rate: str | None,
     name: str,
     store: str,
     model: str | None,
@@ -473,8 +475,61 @@ def optimize(
     concurrency: int | None,
     as_json: bool,
 ) -> None:
-    """Find the best policy inside the targets, with a verdict on how far to trust it."""
-    raise NotImplementedError
+    """Find the best policy inside the targets, with a verdict on how far to trust it.
+
+    \b
+    METRIC   p50 p90 p95 p99 mean (s, ms); accuracy skill think_rate ece macro_f1 (% or a share);
+             tokens brier nll cost (plain)
+    DATASET  one dataset, or worst: must hold in each
+    OP       < <= > >=, or : for the natural side
+    """  # noqa: D301 - click reads the escape
+    from calib import show
+    from calib.policy import Cost
+    from calib.store import Store
+    from calib.target import parse_targets
+    from calib.tuning import Demand, tune
+
+    demand = Demand(
+        targets=parse_targets(targets),
+        maximize=maximize,
+        minimize=minimize,
+        cost=Cost.parse(cost) if cost else None,
+        arms=list(arms) or None,
+        budgets=_numbers(budgets, "--budgets") if budgets else None,
+        test_share=test_share,
+        level=level,
+        margin=_margin(margin),
+        cheapest=prefer == "cheapest",
+        rate=_rate(rate) if rate else None,
+    )
+    outcomes = _load(store, model, datasets, traffic, concurrency)
+    with Store.open(store, must_exist=True) as opened:
+        tuned = tune(outcomes, demand, ledger=opened.record_look)
+        document = tuned.to_dict(name)
+        opened.save_policy(name, document)
+    if as_json:
+        show.echo_json(document)
+    else:
+        show.tuned(tuned, document)
+    if tuned.verdict == "not_met":
+        sys.exit(NOT_MET)
+
+
+def _margin(text: str) -> bool:
+    if text not in ("auto", "0"):
+        raise CalibError(f"--margin {text!r}: write auto (sized by the number of test questions) or 0 (none)")
+    return text == "auto"
+
+
+def _rate(text: str) -> float:
+    number = text.strip().removesuffix("/s")
+    try:
+        found = float(number)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise CalibError(f"--rate {text!r} is no rate above 0; write for instance: --rate 5/s")
+    return found
 
 
 @cli.command(

@@ -128,6 +128,11 @@ class Policy:
             _check_budget(route.think_budget, f"think_budget of route {key!r}")
         object.__setattr__(self, "routes", MappingProxyType(dict(self.routes)))
 
+    def __hash__(self) -> int:
+        return hash(
+            (self.threshold, self.mix, self.think_budget, self.arm, self.confidence, tuple(self.routes.items()))
+        )
+
     def thinks(self, p1: ArrayLike) -> NDArray[np.bool_]:
         """Whether to think, for one question (C,) or N (N, C)."""
         return np.asarray(confidence(p1) < self.threshold)
@@ -276,7 +281,8 @@ class Evaluation:
     """Every metric of one policy on N questions. Rates and scores 0 to 1 (brier 0 to 2), seconds, tokens.
 
     NaN where a metric has no meaning: latency that is not known, macro F1 where some question has no fixed label
-    set, cost without prices. ``unanswered`` counts questions whose System 2 failed, ``clipped`` right answers below 1e-12 in nll.
+    set, cost without prices. ``unanswered`` counts questions whose System 2 failed, ``clipped`` right answers below
+    1e-12 in nll.
     """
 
     n: int

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from calib.target import RATES, Target
+
 if TYPE_CHECKING:
     from calib.collect import CollectSummary
     from calib.export import Export
     from calib.outcomes import Outcomes
     from calib.policy import Evaluation, Policy
     from calib.store import StoreStatus
+    from calib.tuning import Tuned
 
 __all__ = [
     "ProgressLine",
@@ -26,6 +29,7 @@ __all__ = [
     "echo_json",
     "evaluation",
     "exported",
+    "in_unit",
     "latency_hint",
     "number",
     "percent",
@@ -33,6 +37,7 @@ __all__ = [
     "seconds",
     "status",
     "table",
+    "tuned",
     "warn",
 ]
 
@@ -295,3 +300,115 @@ def status(found: StoreStatus) -> None:
             click.echo("ask again with: calib collect ... --retry-failed")
     for policy in found.policies:
         click.echo(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
+
+
+def tuned(found: Tuned, document: Mapping[str, Any]) -> None:
+    """Print what ``calib optimize`` found: verdict, policy, targets, comparison, price of each limit, what is next."""
+    n_test = 0 if found.test is None else found.test.n
+    marks = _marked(document["marks"])
+    click.echo(f"{found.outcomes.model}: {found.tune.n:,} questions to tune, {n_test:,} held out{marks}")
+    policy = found.policy
+    if policy is None or found.certificate is None:
+        click.echo(click.style("verdict: not_met", bold=True) + "   no policy meets the targets on the tune questions")
+        _nearest(found)
+        return
+    click.echo(click.style(f"verdict: {found.verdict}", bold=True) + f"   {found.certificate.statement}")
+    click.echo(f"policy:  {policy_line(policy)}")
+    click.echo()
+    if found.certificate.tests:
+        rows = [
+            [
+                str(test.target),
+                in_unit(test.target, test.value),
+                f"{in_unit(test.target, test.low)} to {in_unit(test.target, test.high)}",
+                "yes" if test.met else "NO",
+                "yes" if test.certified else "no",
+                "-" if test.needs_more is None else str(test.needs_more),
+            ]
+            for test in found.certificate.tests
+        ]
+        on = "held-out" if found.test is not None else "tune"
+        table(["target", f"on {on}", "interval", "met", "certified", "needs more"], rows)
+        for test in found.certificate.tests:
+            if test.reason and not test.certified:
+                click.echo(f"  {test.target}: {test.reason}")
+        click.echo()
+    _comparison(found, document)
+    _limits(found, document)
+    for text in found.warnings:
+        warn(text)
+    click.echo(f"next: calib export {document['name']} --out serve/")
+
+
+def in_unit(target: Target, value: float) -> str:
+    """Value of a target's metric in the metric's unit."""
+    if target.is_latency:
+        return seconds(value)
+    return percent(value) if target.metric in RATES else number(value)
+
+
+def _comparison(found: Tuned, document: Mapping[str, Any]) -> None:
+    """Tuned and baselines: the optimistic tune figure beside the held-out one, paired differences."""
+    rows = []
+    own = {"policy": document["policy"], **document["tune"], "test": document["test"]}
+    for name, part in {"tuned": own, **document["baselines"]}.items():
+        difference = part.get("difference")
+        shown = part["test"] or {}
+        held_out = [shown.get(key, {}).get("value") for key in ("accuracy", "think_rate", "p50", "p90", "p99")]
+        plain = [part[key] for key in ("accuracy", "think_rate", "p50", "p90", "p99")]
+        accuracy, think, *latency = held_out if found.test is not None else plain
+        rows.append(
+            [
+                name,
+                percent(part["accuracy"]),
+                percent(accuracy) if found.test is not None else "-",
+                percent(think),
+                *(seconds(value) for value in latency),
+                "" if difference is None else _difference(difference),
+            ]
+        )
+    columns = ["", "accuracy, tune", "held out", "think rate", "p50", "p90", "p99", "tuned is better by"]
+    table(columns, rows)
+    for limit, share in (document["test"] or document["tune"])["over_twice_limit"].items():
+        click.echo(f"{percent(share)} take more than twice the limit of {limit}")
+    click.echo()
+
+
+def _difference(difference: Mapping[str, Any]) -> str:
+    low, high = difference["interval"]
+    points = f"{100 * difference['difference']:+.1f} points"
+    if low is not None and high is not None:
+        points += f" [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return points if difference["distinguishable"] else points + ", cannot be told apart"
+
+
+def _limits(found: Tuned, document: Mapping[str, Any]) -> None:
+    """What the search knows beside the policy: the optimum, the price of each limit, the load."""
+    best = found.best
+    unit = Target(best.metric, "<", 0.0)
+    click.echo(f"best of the data ({best.method}): {best.metric} {in_unit(unit, best.objective)} on the tune questions")
+    if not math.isnan(found.margin_cost):
+        click.echo(
+            f"the margin below the limits costs {in_unit(unit, found.margin_cost)} there; --margin 0 leaves none"
+        )
+    for price in found.prices:
+        if math.isfinite(price.gain):
+            click.echo(f"without {price.target}: {in_unit(unit, price.objective)}, {in_unit(unit, price.gain)} better")
+    rate = document["sustainable_rate"]
+    if rate is not None:
+        shown = "any rate" if math.isinf(rate) else f"{rate:.3g} requests/s"
+        click.echo(f"thinking keeps up with {shown} at the collected concurrency")
+
+
+def _nearest(found: Tuned) -> None:
+    nearest = found.nearest
+    if nearest is None:
+        return
+    for relaxation in nearest.relaxations:
+        if relaxation.needs is None:
+            click.echo(f"  {relaxation.target}: relaxing this one alone does not help")
+        else:
+            needs = in_unit(relaxation.target, relaxation.needs)
+            click.echo(f"  {relaxation.target} would have to be {needs} for the others to be met")
+    if nearest.policy is not None:
+        click.echo(f"nearest: {policy_line(nearest.policy)}")

@@ -27,10 +27,8 @@ def outcomes(draw, *, max_n: int = 12, max_width: int = 5, weighted: bool | None
     p2 = np.stack([distributions(rng, k, width, coarse=coarse) for _ in range(b)], axis=1)
     if failures and draw(st.booleans()):
         p2[rng.random((n, b)) < 0.2] = np.nan
-    if draw(st.booleans()) if weighted is None else weighted:
-        weight = rng.integers(1, 5, n) / 2
-    else:
-        weight = np.ones(n)
+    uneven = draw(st.booleans()) if weighted is None else weighted
+    weight = rng.integers(1, 5, n) / 2 if uneven else np.ones(n)
     length = rng.integers(1, 40, n)
     budgets = np.array([8, 16, 32])[:b]
     tokens = np.minimum(length[:, None], budgets)

@@ -2,6 +2,7 @@ import json
 import os
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ def sourced(text: str, *names: str) -> list[str]:
 def test_export_writes_three_files_that_say_the_same(tmp_path):
     result = export(document(), tmp_path / "deep" / "serve", held_by="gateway")
     assert result.done
-    assert sorted(os.listdir(result.folder)) == ["decide-defaults.json", "policy.json", "serve.env"]
+    assert sorted(p.name for p in Path(result.folder).iterdir()) == ["decide-defaults.json", "policy.json", "serve.env"]
     assert load_policy_file(tmp_path / "deep/serve/policy.json") == POLICY
     written = json.loads((tmp_path / "deep/serve/policy.json").read_text())
     assert (written["schema"], written["calib"], written["verdict"]) == (1, __version__, "met")
@@ -161,4 +162,4 @@ def test_a_failed_write_changes_nothing(tmp_path, monkeypatch):
     with pytest.raises(CalibError, match="No space left"):
         write_atomically({first: "new", second: "new"})
     assert first.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -1,0 +1,303 @@
+"""The commands as a user types them: output, JSON, exit codes, errors."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from calib.cli import cli
+from calib.export import load_policy_file
+
+
+def calib(*arguments, code=0):
+    result = CliRunner().invoke(cli, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def calib_json(*arguments, code=0):
+    return json.loads(calib(*arguments, "--json", code=code).stdout)
+
+
+def rows(n=400, seed=0, *, arms=("base",)):
+    """Outcomes of a made-up model: System 1 is calibrated, thinking is right nine times of ten."""
+    rng = np.random.default_rng(seed)
+    for i in range(n):
+        top = rng.uniform(0.4, 1.0)
+        right = rng.random() < top
+        answer = int(rng.integers(3))
+        first = answer if right else (answer + 1) % 3
+        p1 = np.full(3, (1 - top) / 2)
+        p1[first] = top
+        second = answer if rng.random() < 0.9 else (answer + 2) % 3
+        p2 = np.full(3, 0.01)
+        p2[second] = 0.98
+        tokens = int(rng.integers(100, 3000))
+        for arm in arms:
+            rate = {"base": 250, "mtp": 440}[arm]
+            yield {
+                "dataset": "odd" if i % 2 else "even",
+                "id": str(i),
+                "answer": answer,
+                "p1": p1.tolist(),
+                "p2_by_budget": {"1024": (p1 if tokens > 1024 else p2).tolist(), "4096": p2.tolist()},
+                "think_tokens": tokens,
+                "finished": True,
+                "latency_s1": 0.05,
+                "latency_s2": tokens / rate,
+                "arm": arm,
+                "concurrency": 8,
+            }
+
+
+def write(path, records):
+    with gzip.open(path, "wt") as stream:
+        stream.writelines(json.dumps(r) + "\n" for r in records)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    path = write(folder / "runs.jsonl.gz", rows(arms=("base", "mtp")))
+    calib("import", path, "--store", folder / "s.db")
+    return folder / "s.db"
+
+
+def test_help_is_instant_shows_examples_and_how_to_quote():
+    for name in cli.commands:
+        assert "Examples:" in calib(name, "--help").output, name
+    assert "quotes" in calib("optimize", "--help").output
+    heavy = "numpy pandas sqlalchemy rich optuna".split()
+    code = f"import sys, calib.cli; print([m for m in {heavy!r} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_status_tells_what_is_there(store):
+    found = calib_json("status", "--store", store)
+    assert found["questions"] == {"even": 200, "odd": 200}
+    (model,) = found["models"]
+    assert {(c["dataset"], c["arm"]) for c in model["coverage"]} == {
+        (d, a) for d in ("even", "odd") for a in ("base", "mtp")
+    }
+    assert "dataset" in calib("status", "--store", store).output
+
+
+def test_evaluate_equals_the_arithmetic_of_the_file(store):
+    found = calib_json("evaluate", "--threshold", 0.7, "--mix", 1, "--arm", "mtp", "--store", store)
+    records = list(rows())
+    thinks = [max(r["p1"]) < 0.7 for r in records]
+    p = [r["p2_by_budget"]["4096"] if t else r["p1"] for r, t in zip(records, thinks, strict=True)]
+    right = [int(np.argmax(v)) == r["answer"] for v, r in zip(p, records, strict=True)]
+    latency = sorted(0.05 + t * r["think_tokens"] / 440 for r, t in zip(records, thinks, strict=True))
+    assert found["metrics"]["accuracy"] == np.mean(right)
+    assert found["metrics"]["think_rate"] == np.mean(thinks)
+    assert found["metrics"]["p90"] == pytest.approx(latency[359], abs=1e-9)
+    assert found["n"] == 400
+    assert found["marks"] == []
+    assert found["policy"]["think_budget"] == 4096
+    assert set(found["by_dataset"]) == {"even", "odd"}
+    assert found["by_dataset"]["odd"]["n"] == 200
+
+
+def test_traffic_and_datasets_select_and_weigh(store):
+    odd = calib_json("evaluate", "--datasets", "odd", "--store", store)["metrics"]["accuracy"]
+    even = calib_json("evaluate", "--datasets", "even", "--store", store)["metrics"]["accuracy"]
+    both = calib_json("evaluate", "--traffic", "odd=3,even=1", "--store", store)["metrics"]["accuracy"]
+    assert both == pytest.approx((3 * odd + even) / 4)
+
+
+def test_optimize_document_and_exit_code(store):
+    found = calib_json("optimize", "--target", "p90<6s", "--store", store)
+    assert found["verdict"] in ("certified", "met")
+    assert list(found)[:10] == [
+        "name",
+        "verdict",
+        "marks",
+        "model",
+        "policy",
+        "targets",
+        "tune",
+        "test",
+        "baselines",
+        "exact",
+    ]
+    assert set(found["policy"]) == {
+        *("threshold", "mix", "think_budget", "arm", "confidence", "routes", "temperatures", "pool")
+    }
+    (target,) = found["targets"]
+    assert target["target"] == "p90<6s"
+    assert target["interval"][0] <= target["value"] <= target["interval"][1]
+    assert found["tune"]["n"] + found["test"]["n"] == 400
+    assert set(found["baselines"]) == {"system1", "default", "always_think", "system2"}
+    low, high = found["test"]["accuracy"]["interval"]
+    assert low <= found["test"]["accuracy"]["value"] <= high
+    assert found["exact"]["objective"] >= found["tune"]["accuracy"]
+    assert found["tune"]["p90"] < 6
+    assert found["nearest"] is None
+
+
+def test_optimize_repeats_itself_and_the_same_look_costs_nothing(store):
+    arguments = ("optimize", "--target", "p90<5s", "--trials", 0, "--store", store)
+    one, two = (calib_json(*arguments) for _ in range(2))
+    assert one == two
+    other = calib_json("optimize", "--target", "p90<5.5s", "--trials", 0, "--store", store)
+    assert other["certificate"]["look"] == one["certificate"]["look"] + 1
+
+
+def test_an_impossible_target_is_not_met_and_says_what_is_near(store):
+    found = calib_json("optimize", "--target", "accuracy>=99%", "--target", "p90<1s", "--store", store, code=3)
+    assert found["verdict"] == "not_met"
+    assert found["policy"] is None
+    assert [r["target"] for r in found["nearest"]["relaxations"]] == ["accuracy>=99%", "p90<1s"]
+    assert found["nearest"]["relaxations"][0]["needs"] < 0.99
+    text = calib("optimize", "--target", "accuracy>=99%", "--target", "p90<1s", "--store", store, code=3).output
+    assert "would have to be" in text
+
+
+def test_without_a_test_split_nothing_is_certified(store):
+    found = calib_json("optimize", "--target", "p90<6s", "--test-share", 0, "--store", store)
+    assert found["verdict"] == "met"
+    assert found["test"] is None
+    assert found["tune"]["n"] == 400
+    assert found["tune"]["accuracy"] == found["exact"]["objective"]
+
+
+def test_no_target_at_all_is_allowed(store):
+    found = calib_json("optimize", "--test-share", 0, "--store", store)
+    assert (found["verdict"], found["targets"]) == ("met", [])
+
+
+def test_the_cheapest_that_cannot_be_told_apart_is_no_dearer(store):
+    best = calib_json("optimize", "--test-share", 0, "--store", store)
+    cheap = calib_json("optimize", "--test-share", 0, "--prefer", "cheapest", "--name", "cheap", "--store", store)
+    assert cheap["tune"]["mean"] <= best["tune"]["mean"]
+    assert cheap["tune"]["accuracy"] <= best["tune"]["accuracy"]
+
+
+def test_a_rate_that_the_arm_cannot_sustain_limits_thinking(store):
+    free = calib_json("optimize", "--test-share", 0, "--arm", "base", "--name", "free", "--store", store)
+    sustainable = free["sustainable_rate"]
+    # 8 in flight: 8 * sum(tokens) / sum(seconds) tokens a second, over the mean tokens of the policy
+    tokens = np.array([r["think_tokens"] for r in rows()])
+    supply = 8 * tokens.sum() / (tokens / 250 + 0.05).sum()
+    assert sustainable == pytest.approx(supply / free["tune"]["tokens"], rel=1e-6)
+    twice = f"{2 * sustainable}/s"
+    held = calib_json(
+        "optimize", "--test-share", 0, "--arm", "base", "--rate", twice, "--name", "held", "--store", store
+    )
+    assert held["tune"]["tokens"] <= free["tune"]["tokens"] / 2
+    assert held["sustainable_rate"] >= 2 * sustainable
+
+
+def test_text_output_names_verdict_policy_and_next_step(store):
+    text = calib("optimize", "--target", "p90<6s", "--store", store).output
+    for part in ("verdict:", "policy:", "system1", "always_think", "held out", "next: calib export best"):
+        assert part in text
+
+
+def test_export_and_a_policy_that_the_gateway_can_read(store, tmp_path):
+    tuned = calib_json("optimize", "--target", "p90<6s", "--name", "fast", "--store", store)
+    out = calib_json("export", "fast", "--out", tmp_path / "serve", "--store", store)
+    assert out["done"] is False
+    assert load_policy_file(tmp_path / "serve/policy.json").to_dict() == tuned["policy"]
+    assert "NOT DONE" in calib("export", "fast", "--out", tmp_path / "serve", "--store", store).output
+    assert (
+        "done: every knob"
+        in calib(*("export", "fast", "--out", tmp_path / "serve", "--held-by", "gateway", "--store", store)).output
+    )
+
+
+def test_questions_are_checked_and_counted(tmp_path):
+    found = calib_json("questions", "--profile", "gev-validation", "--out", tmp_path / "q.jsonl.gz")
+    assert found["n"] == 1754
+    assert calib_json("questions", tmp_path / "q.jsonl.gz")["n"] == 1754
+    calib("questions", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "--store", "none.db"], "none.db"),
+        (["evaluate", "--threshold", "2"], "threshold must be from 0"),
+        (["evaluate", "--think-budget", "77"], "think_budget 77 was not collected; there are [1024, 4096]"),
+        (["evaluate", "--arm", "turbo"], "arm 'turbo' was not collected; there are base, mtp"),
+        (["evaluate", "--datasets", "od"], "od"),
+        (["evaluate", "--traffic", "nope=1"], "nope"),
+        (["evaluate", "--traffic", "odd"], "--traffic"),
+        (["evaluate", "--cost", "wrong"], "wrong=1,second=0.01"),
+        (["evaluate", "--model", "other"], "other"),
+        (["optimize", "--target", "p90"], "'p90<10s'"),
+        (["optimize", "--target", "p90<10"], "p90<10s or p90<10ms"),
+        (["optimize", "--target", "p90[od]<10s"], "Did you mean [odd]?"),
+        (["optimize", "--minimize", "accuracy"], "--minimize takes one of"),
+        (["optimize", "--minimize", "cost"], "--cost"),
+        (["optimize", "--test-share", "1"], "--test-share"),
+        (["optimize", "--level", "95"], "0.95"),
+        (["optimize", "--margin", "much"], "--margin"),
+        (["optimize", "--budgets", "x"], "--budgets"),
+        (["optimize", "--rate", "fast"], "--rate 5/s"),
+        (["export", "nothing", "--out", "x"], "nothing"),
+    ],
+)
+def test_mistakes_are_one_clear_error_and_exit_2(store, arguments, message):
+    if "--store" not in arguments:
+        arguments = [*arguments, "--store", str(store)]
+    result = calib(*arguments, code=2)
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_latency_that_is_not_known_is_refused_with_the_cure(tmp_path):
+    records = [{**r, "latency_s1": None, "latency_s2": None} for r in rows(40)]
+    calib("import", write(tmp_path / "r.jsonl.gz", records), "--store", tmp_path / "s.db")
+    result = calib("optimize", "--target", "p90<6s", "--test-share", 0, "--store", tmp_path / "s.db", code=2)
+    assert "--tokens-per-second" in result.stderr
+    found = calib_json("evaluate", "--store", tmp_path / "s.db")
+    assert found["metrics"]["p90"] is None
+    assert any("--system1-ms" in text for text in found["warnings"])
+    assert calib_json("optimize", "--test-share", 0, "--store", tmp_path / "s.db")["policy"] is not None
+
+
+def test_a_serve_arm_other_than_the_policys_is_refused(store, tmp_path):
+    calib("optimize", "--arm", "mtp", "--name", "m", "--test-share", 0, "--store", store)
+    calib("export", "m", "--out", tmp_path, "--store", store)
+    result = calib("serve", "--engine", "simulated", "--policy", tmp_path / "policy.json", "--arm", "base", code=2)
+    assert "tuned for arm mtp" in result.stderr
+
+
+def test_the_recorded_trace_gives_the_known_counts(shared, tmp_path):
+    path = shared / "realdata/unlicensed/gemma4_gpqa_trajectory.jsonl.gz"
+    store = tmp_path / "g.db"
+    calib("import", path, "--store", store, "--system1-ms", 45, "--tokens-per-second", "base=250")
+    for budget, right in {256: 67, 512: 80, 1024: 88, 2048: 108, 4096: 104}.items():
+        always = ("evaluate", "--threshold", 1.1, "--mix", 1, "--think-budget", budget, "--store", store)
+        found = calib_json(*always)
+        assert round(found["metrics"]["accuracy"] * 198) == right
+        assert found["marks"] == ["estimated"]
+    assert round(calib_json("evaluate", "--threshold", 0, "--store", store)["metrics"]["accuracy"] * 198) == 55
+    for target, budget, right in (("p90<20s", 2048, 108), ("p90<2s", 256, 68)):
+        found = calib_json("optimize", "--target", target, "--test-share", 0, "--store", store)
+        assert round(found["tune"]["accuracy"] * 198) == right
+        assert found["policy"]["think_budget"] == budget
+        assert found["verdict"] == "met"
+
+
+def test_two_recorded_arms_of_one_model(shared, tmp_path):
+    store = tmp_path / "h.db"
+    for arm in ("base", "draft"):
+        calib("import", shared / f"reference/h200_{arm}_c128.jsonl.gz", "--store", store)
+    found = calib_json("optimize", "--test-share", 0, "--arm", "base", "--store", store)
+    assert round(found["tune"]["accuracy"] * 1500) == 1451
+    assert found["policy"]["think_budget"] == 600
+    assert found["policy"]["threshold"] == pytest.approx(0.845, abs=0.01)
+    assert found["policy"]["mix"] == pytest.approx(0.41, abs=0.03)
+    assert found["marks"] == []  # measured seconds
+    other = calib_json("optimize", "--test-share", 0, "--arm", "draft", "--store", store)
+    assert other["policy"]["arm"] == "draft"
+    assert other["tune"]["p90"] != found["tune"]["p90"]
