@@ -5,9 +5,10 @@ Heavy imports stand inside the commands, so that ``calib --help`` is instant.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -16,10 +17,15 @@ from calib import __version__
 from calib.errors import CalibError
 
 if TYPE_CHECKING:
+    from calib.arms import Arm
     from calib.collect import Progress
     from calib.outcomes import Outcomes
+    from calib.store import Store
 
 __all__ = ["cli", "main"]
+
+ARMS_EXAMPLES = ("running", "gev", "vllm-mtp", "vllm-draft")
+"""Kinds of arms.toml that `calib init` writes (`calib.arms` is not imported for their names)."""
 
 NOT_MET = 3
 """Exit code when a target is not met."""
@@ -105,6 +111,18 @@ def _pairs(values: tuple[str, ...] | str | None, option: str, example: str) -> d
     return found
 
 
+def _arms(arms: tuple[str, ...], arms_file: str | None, api_key_env: str | None) -> tuple[Arm, ...]:
+    """Arms of ``--arm NAME=URL`` or of a file, one of both."""
+    from calib.arms import arm_of, read_arms
+
+    if bool(arms) == bool(arms_file):
+        raise CalibError("name the arms: --arm base=http://127.0.0.1:8000 (repeatable), or --arms arms.toml")
+    if arms_file:
+        return read_arms(arms_file)
+    urls = _pairs(arms, "--arm", "base=http://127.0.0.1:8000")
+    return tuple(arm_of(name, url, api_key_env=api_key_env) for name, url in urls.items())
+
+
 def _numbers(text: str, option: str) -> list[int]:
     try:
         found = sorted({int(part) for part in text.split(",")})
@@ -113,6 +131,26 @@ def _numbers(text: str, option: str) -> list[int]:
     if found[0] < 1:
         raise CalibError(f"{option} {text!r}: budgets must be 1 or more tokens")
     return found
+
+
+@contextlib.contextmanager
+def _filled(store: str) -> Iterator[Store]:
+    """A store to write into; one that this command made and left empty is taken away again."""
+    from calib.store import Store
+
+    new = "://" not in store and not os.path.exists(store)  # noqa: PTH110 - pathlib is not loaded for this
+    empty = False
+    try:
+        with Store.open(store) as opened:
+            try:
+                yield opened
+            finally:
+                empty = not opened.models()
+    finally:
+        if new and empty:
+            for ending in ("", "-wal", "-shm"):
+                with contextlib.suppress(OSError):
+                    os.unlink(store + ending)  # noqa: PTH108
 
 
 def _load(
@@ -157,6 +195,57 @@ def demo(folder: str, target: str, as_json: bool) -> None:
     from calib.demo import run
 
     run(folder, target, as_json=as_json)
+
+
+@cli.command(
+    epilog=_examples(
+        "calib init",
+        "calib init gev",
+        "calib init vllm-mtp --out arms-mtp.toml",
+    )
+)
+@click.argument("kind", default="running", metavar="[KIND]", type=click.Choice(ARMS_EXAMPLES))
+@click.option("--out", default="arms.toml", show_default=True, metavar="FILE", help="Where to write it.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(kind: str, out: str, force: bool) -> None:
+    """Write a commented arms.toml: running servers, gev (serve.sh), vllm-mtp or vllm-draft."""
+    from calib.arms import write_example
+
+    path = write_example(kind, out, force=force)
+    click.echo(f"wrote {path}. Edit it, then type: calib doctor --arms {path}")
+
+
+@cli.command(
+    epilog=_examples(
+        "calib doctor --arm base=http://127.0.0.1:8000",
+        "calib doctor --arms arms.toml --store runs.db --json",
+    )
+)
+@click.option("--arm", "arms", multiple=True, metavar="NAME=URL", help="A way of serving (repeatable).")
+@click.option("--arms", "arms_file", metavar="FILE", help="arms.toml of calib init.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the key (the key is not stored).")
+@_store
+@_json
+def doctor(arms: tuple[str, ...], arms_file: str | None, api_key_env: str | None, store: str, as_json: bool) -> None:
+    """Ask the servers what they are, and whether they are what the store says."""
+    import asyncio
+
+    from calib import show
+    from calib.doctor import diagnose
+    from calib.store import Store
+
+    named = _arms(arms, arms_file, api_key_env)
+    if os.path.exists(store) or "://" in store:  # noqa: PTH110 - without a store there is only less to compare
+        with Store.open(store, must_exist=True) as opened:
+            found = asyncio.run(diagnose(named, opened))
+    else:
+        found = asyncio.run(diagnose(named))
+    if as_json:
+        show.echo_json(found.to_dict())
+    else:
+        show.diagnosis(found)
+    if not found.ok:
+        sys.exit(1)
 
 
 @cli.command(
@@ -247,11 +336,10 @@ def collect(
     from calib import collect as module
     from calib import show
     from calib.questions import read_questions
-    from calib.store import Store
 
     urls = _pairs(arms, "--arm", "base=http://127.0.0.1:8000")
     chosen = module.choose(read_questions(list(files)), datasets=_split_names(datasets), limit=limit)
-    with Store.open(store) as opened:
+    with _filled(store) as opened:
         summary = module.run(
             chosen,
             urls,
@@ -329,9 +417,8 @@ def import_(
     """Read outcomes that were collected elsewhere: JSONL (.gz) with p1, p2 or p2_by_budget, tokens, seconds."""
     from calib import show
     from calib.importer import import_files
-    from calib.store import Store
 
-    with Store.open(store) as opened:
+    with _filled(store) as opened:
         summary = import_files(
             opened,
             files,
@@ -422,6 +509,55 @@ def evaluate(
         )
     else:
         show.evaluation(policy, result, marks, warnings)
+
+
+@cli.command(
+    epilog=_examples(
+        "calib why",
+        "calib why --think-budget 2048 --arm mtp --bands",
+    )
+)
+@click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
+@click.option("--mix", type=float, help="Weight of System 2 after thinking.  [default: the server's]")
+@click.option("--arm", metavar="NAME", help="Way of serving, for the seconds.  [default: the first]")
+@click.option("--bands", is_flag=True, help="Show the confidence bands of each dataset too.")
+@_selection
+@_json
+def why(
+    think_budget: int | None,
+    mix: float | None,
+    arm: str | None,
+    bands: bool,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Show whether thinking helps here, by dataset and confidence band, before any tuning."""
+    from calib import show
+    from calib import why as module
+
+    outcomes = _load(store, model, datasets, traffic, concurrency)
+    if think_budget is None:
+        think_budget = int(outcomes.budgets[-1])
+    mix = outcomes.default_mix if mix is None else mix
+    rows = module.why(outcomes, think_budget, arm or outcomes.arms[0], mix)
+    hurt = [row.dataset for row in module.hurting(rows)]
+    if as_json:
+        show.echo_json(
+            {
+                "think_budget": think_budget,
+                "mix": mix,
+                "arm": arm or outcomes.arms[0],
+                "rows": [row.to_dict() for row in rows],
+                "thinking_hurts": hurt,
+                "warnings": list(outcomes.warnings),
+            }
+        )
+    else:
+        show.why(rows, outcomes.warnings, bands=bands)
 
 
 @cli.command(

@@ -16,15 +16,18 @@ from calib.target import RATES, Target
 
 if TYPE_CHECKING:
     from calib.collect import CollectSummary
+    from calib.doctor import Diagnosis
     from calib.export import Export
     from calib.outcomes import Outcomes
     from calib.policy import Evaluation, Policy
     from calib.store import StoreStatus
     from calib.tuning import Tuned
+    from calib.why import WhyRow
 
 __all__ = [
     "ProgressLine",
     "collected",
+    "diagnosis",
     "duration",
     "echo_json",
     "evaluation",
@@ -39,6 +42,7 @@ __all__ = [
     "table",
     "tuned",
     "warn",
+    "why",
 ]
 
 
@@ -334,7 +338,7 @@ def tuned(found: Tuned, document: Mapping[str, Any]) -> None:
                 click.echo(f"  {test.target}: {test.reason}")
         click.echo()
     _comparison(found, document)
-    _limits(found, document)
+    _limits(found)
     for text in found.warnings:
         warn(text)
     click.echo(f"next: calib export {document['name']} --out serve/")
@@ -382,7 +386,7 @@ def _difference(difference: Mapping[str, Any]) -> str:
     return points if difference["distinguishable"] else points + ", cannot be told apart"
 
 
-def _limits(found: Tuned, document: Mapping[str, Any]) -> None:
+def _limits(found: Tuned) -> None:
     """What the search knows beside the policy: the optimum, the price of each limit, the load."""
     best = found.best
     unit = Target(best.metric, "<", 0.0)
@@ -394,7 +398,7 @@ def _limits(found: Tuned, document: Mapping[str, Any]) -> None:
     for price in found.prices:
         if math.isfinite(price.gain):
             click.echo(f"without {price.target}: {in_unit(unit, price.objective)}, {in_unit(unit, price.gain)} better")
-    rate = document["sustainable_rate"]
+    rate = found.sustainable
     if rate is not None:
         shown = "any rate" if math.isinf(rate) else f"{rate:.3g} requests/s"
         click.echo(f"thinking keeps up with {shown} at the collected concurrency")
@@ -412,3 +416,64 @@ def _nearest(found: Tuned) -> None:
             click.echo(f"  {relaxation.target} would have to be {needs} for the others to be met")
     if nearest.policy is not None:
         click.echo(f"nearest: {policy_line(nearest.policy)}")
+
+
+def why(rows: Sequence[WhyRow], warnings: Sequence[str], *, bands: bool) -> None:
+    """Print what thinking does to the answers of each dataset."""
+    shown = [row for row in rows if bands or row.low is None]
+    cells = [
+        [
+            (row.dataset or "all") if row.low is None else f"  {row.low:g} to {row.high:g}",
+            f"{row.n:,}",
+            percent(row.system1),
+            percent(row.thought),
+            f"{row.gained:,}",
+            f"{row.lost:,}",
+            f"{row.p_value:.2g}",
+            number(row.auc, 2),
+            seconds(_finite(row.seconds_per_correction)),
+            number(_finite(row.tokens_per_correction), 1),
+            row.advice,
+        ]
+        for row in shown
+    ]
+    columns = ["dataset", "n", "System 1", "thinking", "wrong to right", "right to wrong", "p", "AUC"]
+    table(
+        [*columns, "s/correction", "tokens/correction", "advice"],
+        cells,
+        title="does thinking help here?" + _marked(rows[0].marks),
+    )
+    for row in rows:
+        if row.low is None and row.dataset is not None and row.advice != "gate":
+            click.echo(f"{row.dataset}: {row.reason}")
+    for text in warnings:
+        warn(text)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """Print what each server is, and what keeps a collection from being right."""
+    rows = [
+        [
+            server.arm,
+            server.url,
+            server.engine or "-",
+            server.model or "-",
+            (server.fingerprint or "-")[:12],
+            seconds(server.seconds),
+            "-" if server.threshold is None else f"{server.threshold:g} / {number(server.mix)}",
+            number(server.acceptance_length),
+            f"{number(server.running)} / {number(server.waiting)}",
+        ]
+        for server in found.servers
+    ]
+    columns = ["arm", "address", "engine", "model", "fingerprint", "answers in", "threshold / mix"]
+    table([*columns, "acceptance length", "running / waiting"], rows, left=5)
+    for text in found.notes:
+        click.echo(text)
+    for text in found.problems:
+        warn(text)
+    click.echo("ok" if found.ok else f"{len(found.problems)} problems")

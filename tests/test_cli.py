@@ -264,6 +264,19 @@ def test_latency_that_is_not_known_is_refused_with_the_cure(tmp_path):
     assert calib_json("optimize", "--test-share", 0, "--store", tmp_path / "s.db")["policy"] is not None
 
 
+def test_a_store_that_could_not_be_filled_is_not_left_behind(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"dataset":')
+    calib("import", broken, "--store", tmp_path / "s.db", code=2)
+    calib("questions", "--profile", "gev-validation", "--out", tmp_path / "q.jsonl")
+    dead = ("--arm", "base=http://127.0.0.1:9", "--retries", 0)
+    calib("collect", tmp_path / "q.jsonl", *dead, "--store", tmp_path / "s.db", code=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.jsonl", "q.jsonl"]
+    calib("import", write(tmp_path / "r.jsonl.gz", rows(5)), "--store", tmp_path / "s.db")
+    calib("import", broken, "--store", tmp_path / "s.db", code=2)
+    assert calib_json("status", "--store", tmp_path / "s.db")["questions"] == {"even": 3, "odd": 2}
+
+
 def test_a_serve_arm_other_than_the_policys_is_refused(store, tmp_path):
     calib("optimize", "--arm", "mtp", "--name", "m", "--test-share", 0, "--store", store)
     calib("export", "m", "--out", tmp_path, "--store", store)
