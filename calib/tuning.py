@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ __all__ = ["FACTORS", "Demand", "Tuned", "sustainable_rate", "throughput", "tune
 
 FACTORS = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of the automatic margin that the candidates leave; 1 is the one that is returned when none is certified."""
+
+_SAME = 1e-12
+"""Objectives this close are equal."""
 
 Ledger = Callable[[str, Mapping[str, Any]], int]
 """Enters a look (identity of the test split, what was looked at) and returns its number, 1 at first."""
@@ -58,8 +61,8 @@ class Demand:
         Whether to return the cheapest policy that cannot be told apart from the best.
     rate : float or None
         Requests per second that the thinking must keep up with.
-    seed : int
-        Of the bootstrap.
+    seed, resamples : int
+        Of the bootstrap: intervals and comparisons rest on it, the verdict does not.
     """
 
     targets: tuple[Target, ...] = ()
@@ -74,6 +77,7 @@ class Demand:
     cheapest: bool = False
     rate: float | None = None
     seed: int = 0
+    resamples: int = intervals.RESAMPLES
 
     def baselines(self, outcomes: Outcomes) -> dict[str, Policy]:
         """What one would serve without tuning, in the first arm that is looked at."""
@@ -131,6 +135,11 @@ class Tuned:
         """The questions that the verdict is about."""
         return self.tune if self.test is None else self.test
 
+    @property
+    def sustainable(self) -> float | None:
+        """`sustainable_rate` of the policy: infinite when it never thinks, None where it is unknown."""
+        return None if self.policy is None else sustainable_rate(self.outcomes, self.policy)
+
     def to_dict(self, name: str = "best") -> dict[str, Any]:
         """The document of ``calib optimize --json``: rates 0 to 1, seconds, unknown numbers None."""
         policy, certificate, cost = self.policy, self.certificate, self.demand.cost
@@ -159,7 +168,7 @@ class Tuned:
                 for p in self.prices
             ],
             "margin": {"auto": self.demand.margin and self.test is not None, "costs": _known(self.margin_cost)},
-            "sustainable_rate": None if policy is None else sustainable_rate(self.outcomes, policy),
+            "sustainable_rate": None if self.sustainable is None else _known(self.sustainable),
             "certificate": None if certificate is None else certificate.to_dict(),
             "split": self._split(),
             "fingerprints": {"model": self.outcomes.fingerprint, "questions": _questions_hash(self.outcomes)},
@@ -173,14 +182,25 @@ class Tuned:
     def _tail(self, outcomes: Outcomes, decisions: Decisions) -> dict[str, Any]:
         """Share of the questions that take more than twice each latency limit: what p90 alone does not say."""
         limits = [t for t in self.demand.targets if t.is_latency and t.upper and t.dataset is None and not t.worst]
-        return {
-            "over_twice_limit": {str(t): metrics.mean(decisions.latency > 2 * t.value, outcomes.weight) for t in limits}
-        }
+        seconds = decisions.latency
+
+        def share(target: Target) -> float | None:
+            over = np.where(np.isnan(seconds), np.nan, seconds > 2 * target.value)
+            return _known(metrics.mean(over, outcomes.weight))
+
+        return {"over_twice_limit": {str(target): share(target) for target in limits}}
 
     def _measured(self, outcomes: Outcomes, policy: Policy, rng: np.random.Generator) -> dict[str, Any]:
         """Each metric with its interval."""
         decisions = decide(outcomes, policy)
-        found = intervals.intervals(outcomes, decisions, rng=rng, level=self.demand.level, cost=self.demand.cost)
+        found = intervals.intervals(
+            outcomes,
+            decisions,
+            rng=rng,
+            level=self.demand.level,
+            resamples=self.demand.resamples,
+            cost=self.demand.cost,
+        )
         score = evaluate_decisions(outcomes, decisions)
         counts = {"n": score.n, "unanswered": score.unanswered, "clipped": score.clipped}
         measured = {metric: interval.to_dict() for metric, interval in found.items()}
@@ -247,10 +267,13 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         return Tuned(demand, outcomes, tuned_on, held_out, best, None, nearest, (), math.nan, {}, tuple(warnings))
 
     found, whole = {0.0: best}, True
+    required: dict[float, Mapping[Target, float]] = {0.0: {}}
     if demand.margin and held_out is not None and demand.targets:
+        # sized for a first look whatever the ledger says, so that the same run again finds the same candidates
         requirements = risk.auto_margin(demand.targets, tuned_on, held_out, alpha=alpha_at_look(demand.level, 1))
         for factor in FACTORS[:-1]:
-            stricter = search.optimum(_scaled(requirements, factor))
+            required[factor] = _scaled(requirements, factor)
+            stricter = search.optimum(required[factor])
             if stricter.policy is not None:
                 found[factor] = stricter
         whole = 1.0 in found
@@ -262,14 +285,14 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     chosen = found[max(factor for factor in found if factor <= 1)]
     margin_cost = abs(best.objective - chosen.objective) if len(found) > 1 else math.nan
     if demand.cheapest:
-        found = {factor: search.cheapest(one) for factor, one in found.items()}
+        found = {factor: search.cheapest(one, required[factor]) for factor, one in found.items()}
         chosen = found[max(factor for factor in found if factor <= 1)]
     candidates = _distinct(found, best.maximize)
 
     rng = np.random.default_rng(demand.seed)
     look = 1
     if held_out is not None and ledger is not None:
-        look = ledger(_split_identity(outcomes), _look(demand, candidates, held_out))
+        look = ledger(_split_identity(outcomes), _look(demand, candidates, outcomes))
     certificate = certify.certify(
         candidates,
         tuned_on,
@@ -279,11 +302,13 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         level=demand.level,
         look=look,
         cost=demand.cost,
+        resamples=demand.resamples,
         fallback=candidates.index(_policy(chosen)),
     )
     reported = tuned_on if held_out is None else held_out
     rivals = {name: decide(reported, policy) for name, policy in demand.baselines(outcomes).items()}
-    comparisons = intervals.compare(reported, decide(reported, certificate.policy), rivals, rng=rng, level=demand.level)
+    ours = decide(reported, certificate.policy)
+    comparisons = intervals.compare(reported, ours, rivals, rng=rng, level=demand.level, resamples=demand.resamples)
     return Tuned(
         demand,
         outcomes,
@@ -318,8 +343,11 @@ class _Search:
     def _best_of(self, found: Iterable[Optimum]) -> Optimum:
         several = list(found)
         known = [one for one in several if one.policy is not None]
+        if not known:
+            return several[0]
         sign = 1 if several[0].maximize else -1
-        return max(known, key=lambda one: sign * one.objective, default=several[0])
+        most = max(sign * one.objective for one in known)
+        return min((one for one in known if sign * one.objective >= most - _SAME * max(abs(most), 1.0)), key=_expense)
 
     def optimum(self, requirements: Mapping[Target, float] | None = None) -> Optimum:
         """The best policy; requirements say which share may break a target at most."""
@@ -338,27 +366,37 @@ class _Search:
         table, targets = next((t, limits) for t, limits in self._tables.items() if arm in t.arms)
         return optimise.prices(table, targets, best, cost=self.demand.cost)
 
-    def cheapest(self, best: Optimum) -> Optimum:
-        """The cheapest policy that cannot be told apart from the best by accuracy, paired by group."""
+    def cheapest(self, best: Optimum, requirements: Mapping[Target, float]) -> Optimum:
+        """The cheapest policy that keeps the same margin and cannot be told apart from the best by accuracy."""
         if best.metric != "accuracy":
             raise CalibError("--prefer cheapest compares accuracy: leave out --minimize, or use --prefer best")
-        policy = _policy(best)
-        table, targets = next((t, limits) for t, limits in self._tables.items() if policy.arm in t.arms)
+        found = (self._cheapest_in(table, targets, best, requirements) for table, targets in self._tables.items())
+        return min((one for one in found if one is not None), key=_expense, default=best)
+
+    def _cheapest_in(
+        self, table: Table, targets: Sequence[Target], best: Optimum, requirements: Mapping[Target, float]
+    ) -> Optimum | None:
+        """The same among the arms of one table; compared in pairs, by group."""
         outcomes = table.outcomes
-        ours = decide(outcomes, policy)
+        ours = decide(outcomes, _policy(best))
         rng = np.random.default_rng(self.demand.seed)
         # a larger paired difference cannot hide in noise: within a group the answers change by 1 at most
         shares = np.bincount(outcomes.group_codes, outcomes.weight) / outcomes.weight.sum()
         floor = best.objective - 4 * math.sqrt(float((shares**2).sum()))
         close = (*targets, Target("accuracy", ">=", floor))
-        for rival in optimise.feasible(table, close, order="cheapest", **self._asked):
+        asked = {**self._asked, "requirements": requirements}
+        for rival in optimise.feasible(table, close, order="cheapest", **asked):
             other = decide(outcomes, rival)
-            if not _surely_worse(outcomes, ours, other):
-                compared = intervals.compare(outcomes, ours, {"": other}, rng=rng, level=self.demand.level)[""]
-                if not compared.distinguishable:
-                    evaluation = evaluate(outcomes, rival, by_dataset=True, cost=self.demand.cost)
-                    return replace(best, policy=rival, objective=evaluation.accuracy, evaluation=evaluation)
-        return best
+            if _surely_worse(outcomes, ours, other):
+                continue
+            demand = self.demand
+            compared = intervals.compare(
+                outcomes, ours, {"": other}, rng=rng, level=demand.level, resamples=demand.resamples
+            )[""]
+            if not compared.distinguishable:
+                evaluation = evaluate(outcomes, rival, by_dataset=True, cost=demand.cost)
+                return replace(best, policy=rival, objective=evaluation.accuracy, evaluation=evaluation)
+        return None
 
     def unsustainable(self) -> list[str]:
         """What is not known about the load that each arm carries."""
@@ -413,6 +451,13 @@ def _policy(found: Optimum) -> Policy:
     return found.policy
 
 
+def _expense(found: Optimum) -> tuple[float, float, float]:
+    """What ties between arms go by: mean latency where it is known, tokens, think rate."""
+    score = found.evaluation
+    assert score is not None
+    return (math.inf if math.isnan(score.mean) else score.mean), score.tokens, score.think_rate
+
+
 def _scaled(requirements: Iterable[Requirement], factor: float) -> dict[Target, float]:
     """Largest share that may break each target, for a part or a multiple of the margin."""
     return {r.target: max(0.0, r.limit - factor * (r.limit - r.max_share)) for r in requirements if r.power}
@@ -449,14 +494,35 @@ def _split_identity(outcomes: Outcomes) -> str:
     return f"test of {outcomes.fingerprint}"
 
 
-def _look(demand: Demand, policies: Sequence[Policy], held_out: Outcomes) -> dict[str, Any]:
-    """What is looked at: the same policies and targets on the same questions are the same look."""
+def _look(demand: Demand, policies: Sequence[Policy], outcomes: Outcomes) -> dict[str, Any]:
+    """What is looked at: the same candidates and targets on the same numbers are the same look, and learn nothing new.
+
+    Anything that could change a test or the order of the tests makes another look: answers that were asked again,
+    seconds of another pass or load, prices.
+    """
     return {
         "targets": [str(target) for target in demand.targets],
+        "cost": None if demand.cost is None else asdict(demand.cost),
         "policies": [policy.to_dict() for policy in policies],
         "level": demand.level,
-        "questions": _questions_hash(held_out),
+        "test_share": demand.test_share,
+        "numbers": _numbers_hash(outcomes, policies),
     }
+
+
+def _numbers_hash(outcomes: Outcomes, policies: Sequence[Policy]) -> str:
+    """Identity of all that the tests of these policies read, and of how it is split, whatever the order of rows."""
+    o = outcomes.take(np.lexsort((outcomes.ids.astype(str), outcomes.dataset.astype(str))))
+    digest = hashlib.sha256(json.dumps([o.dataset.tolist(), o.ids.tolist(), o.group.tolist()]).encode())
+    arrays = [o.p1, o.answer, o.n_options, o.can_think, o.weight, o.split_position]
+    served = sorted({(part.arm, part.think_budget) for policy in policies for part, _ in policy.parts(o)})
+    for arm, budget in served:
+        a, b = o.arm_index(arm), o.budget_index(budget)
+        arrays += [o.p2[:, b], o.tokens[:, b], o.t1[a], o.t2[a, :, b], o.estimated[a, [0, 1 + b]]]
+    for array in arrays:
+        digest.update(f"{array.shape}{array.dtype.str}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _questions_hash(outcomes: Outcomes) -> str:
