@@ -588,6 +588,18 @@ def why(
     help="cheapest: the cheapest policy that cannot be told apart from the best.",
 )
 @click.option("--rate", metavar="N/s", help="Requests a second that the thinking must keep up with.")
+@click.option("--trials", default=100, show_default=True, type=click.IntRange(0), help="Trials of the study; 0: none.")
+@click.option("--study", default="policy", show_default=True, metavar="NAME|FILE", help="Study, see below.")
+@click.option("--study-name", metavar="NAME", help="Go on with this study of the storage, or begin it.")
+@click.option("--storage", metavar="URL|FILE", help="Where studies are kept.  [default: STORE.studies.db]")
+@click.option(
+    "--sampler", default="tpe", show_default=True, metavar="NAME", help="Optuna sampler: tpe, random, gp, ..."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Begin no trial after this."
+)
+@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Threads of the study.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the bootstrap and the study.")
 @click.option("--name", default="best", show_default=True, help="Save the result under this name.")
 @_selection
 @_json
@@ -603,6 +615,14 @@ def optimize(
     margin: str,
     prefer: str,
     rate: str | None,
+    trials: int,
+    study: str,
+    study_name: str | None,
+    storage: str | None,
+    sampler: str,
+    timeout: float | None,
+    jobs: int,
+    seed: int,
     name: str,
     store: str,
     model: str | None,
@@ -618,6 +638,9 @@ def optimize(
              tokens brier nll cost (plain)
     DATASET  one dataset, or worst: must hold in each
     OP       < <= > >=, or : for the natural side
+    \b
+    STUDY    policy (one for all), pareto (accuracy against p90), per_dataset (a route each),
+             truncation (what to do with a cut thought), or a file of your own (see studies/)
     """  # noqa: D301 - click reads the escape
     from calib import show
     from calib.policy import Cost
@@ -637,11 +660,37 @@ def optimize(
         margin=_margin(margin),
         cheapest=prefer == "cheapest",
         rate=_rate(rate) if rate else None,
+        seed=seed,
     )
     outcomes = _load(store, model, datasets, traffic, concurrency)
     with Store.open(store, must_exist=True) as opened:
         tuned = tune(outcomes, demand, ledger=opened.record_look)
         document = tuned.to_dict(name)
+        if trials:
+            from calib.study import default_storage, run_study
+
+            line = show.ProgressLine()
+            result = run_study(
+                tuned.tune,
+                demand.targets,
+                study=study,
+                name=study_name,
+                storage=storage or default_storage(store),
+                sampler=sampler,
+                trials=trials,
+                timeout=timeout,
+                jobs=jobs,
+                seed=seed,
+                maximize=demand.maximize,
+                minimize=demand.minimize,
+                cost=demand.cost,
+                arms=demand.arms,
+                budgets=demand.budgets,
+                exact=tuned.best,
+                progress=None if as_json else lambda done, total, _best: line("study", done, total),
+            )
+            document["study"] = result.to_dict()
+            document["warnings"] += result.warnings
         opened.save_policy(name, document)
     if as_json:
         show.echo_json(document)

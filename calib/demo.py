@@ -80,7 +80,7 @@ def run(folder: str, target: str, *, as_json: bool = False) -> None:
         say.calib("collect", str(questions), *arms, "--budgets", BUDGETS, "--store", str(store))
 
     say(f"the best policy inside {target}, and how far to trust it")
-    tuned = say.calib_json("optimize", "--target", target, "--store", str(store))
+    tuned = say.calib_json("optimize", "--target", target, "--trials", "50", "--store", str(store))
     if tuned["policy"] is None:
         raise CalibError(f"no policy meets {target}; {_nearest(tuned)}", exit_code=3)
     each = {
@@ -102,6 +102,11 @@ def run(folder: str, target: str, *, as_json: bool = False) -> None:
         show.echo_json(document)
         return
     _print(target, tuned, rows, measured, seconds, store, serve)
+
+
+def _tuned_arm(say: Narrator, target: str, arm: str, store: Path) -> dict[str, Any]:
+    options = ("--arm", arm, "--name", f"best-{arm}", "--trials", "0", "--store", str(store))
+    return say.calib_json("optimize", "--target", target, *options)
 
 
 def _rows(tuned: dict[str, Any], each: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -153,10 +153,18 @@ class ProgressLine:
         self._every = 0.1 if self._terminal else 5.0  # seconds between two updates
         self._last = -math.inf
         self._width = 0
+        self._began: float | None = None
+        self._at = 0
 
-    def __call__(self, label: str, done: int, total: int, rate: float, eta: float | None, note: str = "") -> None:
-        """Show that ``done`` of ``total`` are finished, at ``rate`` a second, with ``eta`` seconds to go."""
+    def __call__(
+        self, label: str, done: int, total: int, rate: float | None = None, eta: float | None = None, note: str = ""
+    ) -> None:
+        """Show that ``done`` of ``total`` are finished; a rate that is not given counts from the first call."""
         now, finished = time.monotonic(), done >= total
+        if rate is None:
+            self._began, self._at = (now, done) if self._began is None else (self._began, self._at)
+            rate = (done - self._at) / (now - self._began) if now > self._began else 0.0
+            eta = (total - done) / rate if rate else None
         if not finished and now - self._last < self._every:
             return
         self._last = now
@@ -338,8 +346,8 @@ def tuned(found: Tuned, document: Mapping[str, Any]) -> None:
                 click.echo(f"  {test.target}: {test.reason}")
         click.echo()
     _comparison(found, document)
-    _limits(found)
-    for text in found.warnings:
+    _limits(found, document["study"])
+    for text in document["warnings"]:
         warn(text)
     click.echo(f"next: calib export {document['name']} --out serve/")
 
@@ -386,15 +394,23 @@ def _difference(difference: Mapping[str, Any]) -> str:
     return points if difference["distinguishable"] else points + ", cannot be told apart"
 
 
-def _limits(found: Tuned) -> None:
+def _limits(found: Tuned, study: Mapping[str, Any] | None) -> None:
     """What the search knows beside the policy: the optimum, the price of each limit, the load."""
-    best = found.best
-    unit = Target(best.metric, "<", 0.0)
-    click.echo(f"best of the data ({best.method}): {best.metric} {in_unit(unit, best.objective)} on the tune questions")
+    exact = found.best
+    unit = Target(exact.metric, "<", 0.0)
+    click.echo(
+        f"best of the data ({exact.method}): {exact.metric} {in_unit(unit, exact.objective)} on the tune questions"
+    )
     if not math.isnan(found.margin_cost):
         click.echo(
             f"the margin below the limits costs {in_unit(unit, found.margin_cost)} there; --margin 0 leaves none"
         )
+    if study is not None:
+        gap = "" if study["gap"] is None else f", {in_unit(unit, study['gap'])} short of it"
+        best = "nothing feasible" if study["objective"] is None else in_unit(unit, study["objective"])
+        click.echo(f"Optuna study {study['name']} ({study['sampler']}, {study['trials']} trials): {best}{gap}")
+        if "sentence" in study.get("findings", {}):
+            click.echo(f"  {study['findings']['sentence']}")
     for price in found.prices:
         if math.isfinite(price.gain):
             click.echo(f"without {price.target}: {in_unit(unit, price.objective)}, {in_unit(unit, price.gain)} better")

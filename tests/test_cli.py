@@ -14,6 +14,8 @@ from calib.export import load_policy_file
 
 
 def calib(*arguments, code=0):
+    if arguments[0] == "optimize" and "--trials" not in arguments and "--help" not in arguments:
+        arguments = (*arguments, "--trials", 0)  # a study takes seconds; one test runs one
     result = CliRunner().invoke(cli, [str(a) for a in arguments])
     assert result.exit_code == code, result.output
     return result
@@ -142,11 +144,24 @@ def test_optimize_document_and_exit_code(store):
 
 
 def test_optimize_repeats_itself_and_the_same_look_costs_nothing(store):
-    arguments = ("optimize", "--target", "p90<5s", "--trials", 0, "--store", store)
+    arguments = ("optimize", "--target", "p90<5s", "--store", store)
     one, two = (calib_json(*arguments) for _ in range(2))
     assert one == two
-    other = calib_json("optimize", "--target", "p90<5.5s", "--trials", 0, "--store", store)
+    other = calib_json("optimize", "--target", "p90<5.5s", "--store", store)
     assert other["certificate"]["look"] == one["certificate"]["look"] + 1
+
+
+def test_the_study_is_shown_beside_the_exact_optimum_and_never_beats_it(store, tmp_path):
+    kept = ("--storage", tmp_path / "studies.db", "--study-name", "mine", "--trials", 12)
+    found = calib_json("optimize", "--target", "p90<6s", *kept, "--store", store)
+    study = found["study"]
+    assert (study["name"], study["trials"]) == ("mine", 12)
+    assert study["gap"] == pytest.approx(found["exact"]["objective"] - study["objective"])
+    assert study["gap"] >= 0
+    assert calib_json("optimize", "--target", "p90<6s", *kept, "--store", store)["study"]["trials"] == 24
+    text = calib("optimize", "--target", "p90<6s", "--trials", 5, "--study", "pareto", "--store", store).output
+    assert "Optuna study pareto" in text
+    assert "5/5" in text
 
 
 def test_an_impossible_target_is_not_met_and_says_what_is_near(store):
@@ -241,6 +256,8 @@ def test_questions_are_checked_and_counted(tmp_path):
         (["optimize", "--margin", "much"], "--margin"),
         (["optimize", "--budgets", "x"], "--budgets"),
         (["optimize", "--rate", "fast"], "--rate 5/s"),
+        (["optimize", "--trials", "1", "--sampler", "best"], "best"),
+        (["optimize", "--trials", "1", "--study", "nope.py"], "nope.py"),
         (["export", "nothing", "--out", "x"], "nothing"),
     ],
 )

@@ -176,7 +176,7 @@ def check(o: Outcomes, targets: list[Target], metric: str, sign: int, mixes: np.
 
 
 @given(outcomes(), st.sampled_from(EXACT), st.sampled_from(OBJECTIVES))
-@settings(max_examples=100)
+@settings(max_examples=70)
 def test_no_policy_beats_the_optimum(o: Outcomes, text: str, objective: tuple[str, int]) -> None:
     targets = targets_of(o, text)
     assert optimum(o, targets, **objective_of(*objective), cost=PRICES).method == "exact"
@@ -184,7 +184,7 @@ def test_no_policy_beats_the_optimum(o: Outcomes, text: str, objective: tuple[st
 
 
 @given(outcomes(max_n=6), st.sampled_from(ON_GRID), st.sampled_from([*OBJECTIVES, *SCORES]))
-@settings(max_examples=80)
+@settings(max_examples=45)
 def test_no_policy_on_the_grid_beats_the_optimum_on_it(o: Outcomes, text: str, objective: tuple[str, int]) -> None:
     targets = targets_of(o, text)
     assume(targets)
@@ -205,8 +205,8 @@ def test_an_unknown_latency_never_meets_a_limit(o: Outcomes, text: str) -> None:
         check(o, targets, "accuracy", 1, crossings(o))
 
 
-@given(outcomes(max_n=12), st.integers(0, 1))
-@settings(max_examples=150)
+@given(outcomes(max_n=12) | outcomes(max_n=12, latency=False), st.integers(0, 1))
+@settings(max_examples=120)
 def test_every_row_of_the_table(o: Outcomes, b: int) -> None:
     """The columns equal `evaluate` at every threshold, and no mix has one more right answer than the table says."""
     b = min(b, len(o.budgets) - 1)
@@ -227,10 +227,54 @@ def test_every_row_of_the_table(o: Outcomes, b: int) -> None:
         assert e.think_rate == pytest.approx(table.think_rate[k], abs=1e-12)
         assert e.tokens == pytest.approx(table.tokens[b, k], rel=1e-12)
         for metric in ("mean", "p50", "p90", "p95", "p99"):
-            assert getattr(e, metric) == pytest.approx(table.latency(metric)[-1, b, k], rel=1e-12)
+            assert getattr(e, metric) == pytest.approx(table.latency(metric)[-1, b, k], rel=1e-12, nan_ok=True)
         if o.unweighted:
             assert (e.accuracy, e.think_rate, e.tokens) == (found, table.think_rate[k], table.tokens[b, k])
-            assert [e.p50, e.p90, e.p99] == [table.latency(m)[-1, b, k] for m in ("p50", "p90", "p99")]
+            assert math.isnan(e.p50) or [e.p50, e.p90] == [table.latency(m)[-1, b, k] for m in ("p50", "p90")]
+
+
+def many(n: int, c: int, seed: int = 3) -> Outcomes:
+    """Questions with probabilities of every size, in two budgets and one label set."""
+    rng = np.random.default_rng(seed)
+    p1 = rng.dirichlet(np.full(c, 0.4), n)
+    return Outcomes(
+        p1=p1,
+        p2=rng.dirichlet(np.full(c, 0.3), (n, 2)),
+        tokens=rng.integers(1, 500, (n, 2)),
+        finished=np.ones((n, 2), bool),
+        t1=rng.random((1, n)),
+        t2=rng.random((1, n, 2)) * 10,
+        answer=np.where(rng.random(n) < 0.5, p1.argmax(1), rng.integers(0, c, n)),
+        budgets=np.array([100, 500]),
+        can_think=rng.random(n) < 0.9,
+        label_set=np.zeros(n),
+    )
+
+
+def test_every_row_of_many_questions() -> None:
+    o = many(400, 6)
+    table = tabulate(o)
+    order = np.argsort(confidence(o.p1))
+    order = order[o.can_think[order]]
+    right1 = o.p1.argmax(1) == o.answer
+    mixes = crossings(o)
+    for b in range(2):
+        right2 = np.array([((1 - mix) * o.p1 + mix * o.p2[:, b]).argmax(1) == o.answer for mix in mixes])
+        gain = np.cumsum(right2[:, order].astype(int) - right1[order], axis=1).max(axis=0)
+        best = right1.sum() + np.append(0, gain)
+        assert (np.rint(table.accuracy[b] * o.n) == best).all()
+
+
+def test_scores_on_the_grid_equal_evaluate() -> None:
+    o = many(90, 5)
+    part = tabulate(o).whole
+    mixes = np.array([0.0, 0.35, 1.0])
+    for mix, scores in zip(mixes.tolist(), part.scores(1, mixes, of_labels=True), strict=True):
+        for k in range(0, len(part.thresholds), 4):
+            e = evaluate(o, Policy(float(part.thresholds[k]), mix, 500, "base"))
+            assert e.accuracy == scores.accuracy[k]
+            for metric in ("ece", "brier", "nll", "macro_f1"):
+                assert getattr(e, metric) == pytest.approx(getattr(scores, metric)[k], rel=1e-11)
 
 
 @given(outcomes(max_n=6), st.sampled_from([("p90", "accuracy"), ("mean", "accuracy"), ("think_rate", "skill")]))
@@ -279,7 +323,7 @@ IMPOSSIBLE = [
 
 
 @given(outcomes(max_n=6), st.sampled_from(IMPOSSIBLE))
-@settings(max_examples=60)
+@settings(max_examples=45)
 def test_nearest(o: Outcomes, text: str) -> None:
     targets = targets_of(o, text)
     found = nearest(o, targets)
@@ -449,7 +493,7 @@ REQUIRED = [
 
 
 @given(outcomes(max_n=6), st.sampled_from(REQUIRED))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_a_share_that_may_break_a_target(o: Outcomes, required: tuple[str, float]) -> None:
     text, most = required
     targets = targets_of(o, text)
