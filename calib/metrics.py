@@ -77,9 +77,11 @@ def skill(accuracy: float, n_options: ArrayLike, weight: ArrayLike | None = None
 
 def _answered(p: ArrayLike, weight: ArrayLike | None, *rest: ArrayLike) -> tuple[Any, ...]:
     given = np.asarray(p, dtype=np.float64)
-    keep = ~np.isnan(given).any(axis=1)
     w = np.ones(len(given)) if weight is None else np.asarray(weight, dtype=np.float64)
-    return (given[keep], w[keep], *(np.asarray(r)[keep] for r in rest))
+    lost = np.isnan(given[:, 0])  # a row is NaN as a whole, or not at all
+    if not lost.any():
+        return (given, w, *map(np.asarray, rest))
+    return (given[~lost], w[~lost], *(np.asarray(r)[~lost] for r in rest))
 
 
 def brier(p: ArrayLike, answer: ArrayLike, weight: ArrayLike | None = None) -> float:
@@ -91,7 +93,7 @@ def brier(p: ArrayLike, answer: ArrayLike, weight: ArrayLike | None = None) -> f
     """
     given, w, y = _answered(p, weight, answer)
     right = np.take_along_axis(given, y[:, None], 1)[:, 0]
-    return mean((given * given).sum(1) - 2 * right + 1, w)
+    return mean(np.einsum("ij,ij->i", given, given) - 2 * right + 1, w)
 
 
 def nll(p: ArrayLike, answer: ArrayLike, weight: ArrayLike | None = None) -> float:
@@ -140,13 +142,14 @@ def reliability(
     """
     given, w, y = _answered(p, weight, answer)
     edges = np.linspace(0, 1, bins + 1)
-    top = given.max(axis=1, initial=0.0)
+    best = given.argmax(axis=1)
+    top = np.take_along_axis(given, best[:, None], 1)[:, 0]
     k = np.clip(np.searchsorted(edges, top, side="left") - 1, 0, bins - 1)
     count = np.bincount(k, minlength=bins)
     total: Floats = np.bincount(k, w, bins).astype(np.float64)
     with np.errstate(invalid="ignore"):
         confidence = np.bincount(k, w * top, bins) / total
-        right = np.bincount(k, w * (chosen(given) == y), bins) / total
+        right = np.bincount(k, w * (best == y), bins) / total
     gap = np.where(count > 0, np.abs(confidence - right), 0.0)
     return Reliability(edges, count, total, confidence, right, mean(gap, total) if len(given) else float("nan"))
 
