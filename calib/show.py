@@ -359,6 +359,11 @@ def in_unit(target: Target, value: float) -> str:
     return percent(value) if target.metric in RATES else number(value)
 
 
+def apart(target: Target, value: float) -> str:
+    """Difference of two values of a target's metric: shares differ by points."""
+    return f"{100 * value:.1f} points" if target.metric in RATES else in_unit(target, value)
+
+
 def _comparison(found: Tuned, document: Mapping[str, Any]) -> None:
     """Tuned and baselines: the optimistic tune figure beside the held-out one, paired differences."""
     rows = []
@@ -403,17 +408,17 @@ def _limits(found: Tuned, study: Mapping[str, Any] | None) -> None:
     )
     if not math.isnan(found.margin_cost):
         click.echo(
-            f"the margin below the limits costs {in_unit(unit, found.margin_cost)} there; --margin 0 leaves none"
+            f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none"
         )
     if study is not None:
-        gap = "" if study["gap"] is None else f", {in_unit(unit, study['gap'])} short of it"
+        gap = "" if study["gap"] is None else f", {apart(unit, study['gap'])} short of it"
         best = "nothing feasible" if study["objective"] is None else in_unit(unit, study["objective"])
         click.echo(f"Optuna study {study['name']} ({study['sampler']}, {study['trials']} trials): {best}{gap}")
         if "sentence" in study.get("findings", {}):
             click.echo(f"  {study['findings']['sentence']}")
     for price in found.prices:
         if math.isfinite(price.gain):
-            click.echo(f"without {price.target}: {in_unit(unit, price.objective)}, {in_unit(unit, price.gain)} better")
+            click.echo(f"without {price.target}: {in_unit(unit, price.objective)}, {apart(unit, price.gain)} better")
     rate = found.sustainable
     if rate is not None:
         shown = "any rate" if math.isinf(rate) else f"{rate:.3g} requests/s"
