@@ -407,9 +407,7 @@ def _limits(found: Tuned, study: Mapping[str, Any] | None) -> None:
         f"best of the data ({exact.method}): {exact.metric} {in_unit(unit, exact.objective)} on the tune questions"
     )
     if not math.isnan(found.margin_cost):
-        click.echo(
-            f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none"
-        )
+        click.echo(f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none")
     if study is not None:
         gap = "" if study["gap"] is None else f", {apart(unit, study['gap'])} short of it"
         best = "nothing feasible" if study["objective"] is None else in_unit(unit, study["objective"])

@@ -5,14 +5,16 @@ retries and clocks of HTTP (`calib.engine.http`), what is asked and kept (`calib
 
 How one question with several budgets becomes one thought: the largest budget is asked first, with both systems' parts
 shown (``debug``). The server derives its sampling seed from the question, so a smaller budget cuts the same thought;
-one that holds all of the tokens used needs no request, each other one is a ``system2_only`` request.
+one that holds all of the tokens used needs no request, each other one is a ``system2_only`` request. Where the server's
+base model can be asked too and gives the same answers (`DecideEngine.try_ladder`), the smaller ones are read there from
+cuts of the thought instead, which costs a read and not a thought each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from numpy.typing import NDArray
 
 from calib.engine.base import Answer, AskFailed, EngineInfo, PartlyFailed
 from calib.engine.http import UNREACHABLE, HttpClient, Reply, shorten
+from calib.engine.ladder import LadderCheck, Rungs
+from calib.engine.vllm import VllmEngine
 from calib.errors import CalibError
 from calib.questions import SCORE_LEVELS, Question
 
@@ -78,6 +82,7 @@ class DecideEngine:
         root = base_url.rstrip("/").removesuffix("/decide").removesuffix("/v1")
         self.client = client or HttpClient(root, **options)
         self._info: EngineInfo | None = None
+        self._ladder: VllmEngine | None = None
 
     def __repr__(self) -> str:
         return f"DecideEngine({self.client.url!r})"
@@ -120,13 +125,17 @@ class DecideEngine:
         if not ladder:
             return await self._system1(question, info) if system1 else _answer(None, math.nan, {})
         p1, t1 = None, math.nan
+        with_text = keep_text or (self._ladder is not None and len(ladder) > 1)
         if system1:
-            p1, t1, whole = await self._both(question, ladder[-1], info, keep_text)
+            p1, t1, whole = await self._both(question, ladder[-1], info, with_text)
         else:
-            whole = await self._system2(question, ladder[-1], info, keep_text)
-        thoughts = {ladder[-1]: whole}
+            whole = await self._system2(question, ladder[-1], info, with_text)
+        thoughts = await self._cuts(question, ladder[:-1], whole)
+        thoughts[ladder[-1]] = whole if keep_text else replace(whole, text=None)
         failure = None
         for budget in reversed(ladder[:-1]):
+            if budget in thoughts:
+                continue
             try:
                 thoughts[budget] = await self._cut(question, budget, whole, info)
             except AskFailed as failed:
@@ -137,6 +146,40 @@ class DecideEngine:
             failure.stage = "system2"
             raise PartlyFailed(failure, _answer(p1, t1, thoughts))
         return _answer(p1, t1, thoughts)
+
+    async def try_ladder(self, base: VllmEngine, questions: Sequence[Question], budget: int) -> LadderCheck:
+        """Compare System 2 as the server reads it with the same thoughts read on its base model.
+
+        When they agree, smaller budgets are from now on read from cuts of the one thought.
+
+        Parameters
+        ----------
+        base : VllmEngine
+            The base model of the same server, asked as the server asks it (`calib.engine.prompts.DECIDE_PROMPT`). The
+            caller closes it.
+        questions : sequence of Question
+            About 30 that can think.
+        budget : int
+            Think budget, tokens.
+        """
+        info = self._info or await self.info()
+        differences: list[float] = []
+        agreeing = failed = 0
+        for question in questions:
+            if question.kind == "score":
+                continue
+            try:
+                whole = await self._system2(question, budget, info, keep_text=True)
+                (reading,) = (await _read_again(base, question, whole, (budget,))).readings
+            except AskFailed:
+                failed += 1
+                continue
+            differences.append(float(np.abs(reading.p - whole.p2).max()))
+            same = reading.p.argmax() == whole.p2.argmax()
+            agreeing += bool(same and differences[-1] <= LadderCheck.TOLERANCE)
+        check = LadderCheck(len(differences), agreeing, max(differences, default=math.nan), failed)
+        self._ladder = base if check.accepted else None
+        return check
 
     async def close(self) -> None:
         """Give back connections."""
@@ -196,6 +239,27 @@ class DecideEngine:
             thought = _thought(data, "probabilities", thinking, len(question.options), budget)
             self._rest(data, reply, thought, info)
         return thought
+
+    async def _cuts(self, question: Question, budgets: Sequence[int], whole: _Thought) -> dict[int, _Thought]:
+        """Those budgets that cut the thought, read by the ladder; none where it cannot, so that they are asked."""
+        cutting = [budget for budget in budgets if budget < whole.tokens]
+        if self._ladder is None or not cutting:
+            return {}
+        try:
+            rungs = await _read_again(self._ladder, question, whole, cutting)
+        except AskFailed:
+            return {}
+        read = min(rungs.read_seconds, whole.seconds)
+        return {
+            budget: _Thought(
+                p2=reading.p,
+                tokens=budget,
+                finished=False,
+                seconds=(whole.seconds - read) * budget / whole.tokens + read,  # derived: in proportion to the tokens
+                text=None,
+            )
+            for budget, reading in zip(rungs.budgets, rungs.readings, strict=True)
+        }
 
     async def _cut(self, question: Question, budget: int, whole: _Thought, info: EngineInfo) -> _Thought:
         """The same thought at a smaller budget."""
@@ -314,6 +378,13 @@ def _answer(p1: Floats | None, t1: float, thoughts: Mapping[int, _Thought]) -> A
         label_mass2=np.full(len(read), np.nan),
         text=read[-1].text if read else None,
     )
+
+
+async def _read_again(base: VllmEngine, question: Question, whole: _Thought, budgets: Sequence[int]) -> Rungs:
+    """The same thought read on the base model."""
+    if whole.text is None:
+        raise AskFailed("missing_field", "the answer lacks the thought's text, which return_reasoning asks for")
+    return await base.read_thought(question, whole.text, budgets, tokens=whole.tokens, finished=whole.finished)
 
 
 class _blaming:  # noqa: N801 - reads as a word in `with _blaming(...)`

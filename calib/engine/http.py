@@ -146,6 +146,10 @@ class HttpClient:
         """Fetch ``path``; see `post`."""
         return await self._patiently("GET", path, None)
 
+    async def get_text(self, path: str) -> Reply:
+        """Fetch ``path``, whose answer is text and not JSON (``/metrics``); see `post`."""
+        return await self._patiently("GET", path, None, text=True)
+
     async def post(self, path: str, payload: Mapping[str, Any]) -> Reply:
         """Send ``payload`` as JSON and return the parsed answer.
 
@@ -165,13 +169,13 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    async def _patiently(self, method: str, path: str, body: bytes | None) -> Reply:
+    async def _patiently(self, method: str, path: str, body: bytes | None, *, text: bool = False) -> Reply:
         started = time.perf_counter()
         attempts = 0
         while True:
             attempts += 1
             try:
-                data = await self._attempt(method, path, body)
+                data = await self._attempt(method, path, body, text=text)
             except _Flaw as flaw:
                 if not flaw.again or attempts > self.retries:
                     seconds = time.perf_counter() - started
@@ -189,7 +193,7 @@ class HttpClient:
         backoff = self._rng.uniform(0, min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (attempts - 1)))
         return backoff + min(retry_after or 0.0, _LONGEST_RETRY_AFTER)
 
-    async def _attempt(self, method: str, path: str, body: bytes | None) -> Any:
+    async def _attempt(self, method: str, path: str, body: bytes | None, *, text: bool) -> Any:
         headers = None if body is None else {"Content-Type": "application/json"}
         try:
             async with self._open().request(
@@ -206,8 +210,10 @@ class HttpClient:
         except TimeoutError:
             raise _Flaw("timeout", f"{method} {path} gave no answer within {self.timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            text = shorten(error) or type(error).__name__
-            raise _Flaw("connection", f"{method} {path} at {self.url}: {text}") from None
+            said = shorten(error) or type(error).__name__
+            raise _Flaw("connection", f"{method} {path} at {self.url}: {said}") from None
+        if text:
+            return content.decode("utf-8", "replace")
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
