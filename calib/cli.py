@@ -17,6 +17,8 @@ from calib import __version__
 from calib.errors import CalibError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from calib.arms import Arm
     from calib.collect import Progress
     from calib.outcomes import Outcomes
@@ -91,6 +93,42 @@ def _selection(command: F) -> F:
     for option in (_at_concurrency, _traffic, _datasets, _model, _store):
         command = option(command)
     return command
+
+
+def _asking(command: F) -> F:
+    """Add the options that say how a real server is asked."""
+    for option in (
+        click.option(
+            "--api-key-env", metavar="NAME", help="Environment variable with the key (the key is not stored)."
+        ),
+        click.option(
+            "--sampling", metavar="JSON", help='Of vLLM\'s thoughts: {"temperature": 0.6}.  [default: its own]'
+        ),
+        click.option("--prompt-template", metavar="FILE", help="TOML with the prompts for a stock vLLM."),
+    ):
+        command = option(command)
+    return command
+
+
+def _vllm_options(prompt_template: str | None, sampling: str | None, seed: int) -> dict[str, Any]:
+    """Arguments of the stock vLLM engine; all of them can change an answer."""
+    import json
+
+    found: dict[str, Any] = {"seed": seed}
+    if prompt_template:
+        from calib.engine.prompts import read_prompt
+
+        found["prompt"] = read_prompt(prompt_template)
+    if sampling:
+        try:
+            found["sampling"] = json.loads(sampling)
+        except ValueError:
+            found["sampling"] = None
+        if not isinstance(found["sampling"], dict):
+            raise CalibError(
+                f"--sampling {sampling!r} is not a JSON object; write --sampling '{{\"temperature\": 0.6}}'"
+            )
+    return found
 
 
 def _names(values: tuple[str, ...]) -> list[str]:
@@ -749,14 +787,18 @@ def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) 
 
 @cli.command(
     epilog=_examples(
+        "calib serve --policy serve/policy.json --upstream http://127.0.0.1:8000 --port 8080",
         "calib serve --engine simulated --profile gev-validation --port 8000",
-        "calib serve --engine simulated --profile gev-validation --arm mtp --policy serve/policy.json",
+        "calib serve --engine simulated --profile gev-validation --policy serve/policy.json",
     )
 )
-@click.option("--engine", type=click.Choice(["simulated"]), required=True, help="Who answers.")
+@click.option(
+    "--engine", type=click.Choice(["simulated", "auto"]), default="auto", show_default=True, help="Who answers."
+)
+@click.option("--upstream", metavar="URL", help="Server of the real model: POST /v1/decide, or a stock vLLM.")
 @click.option("--profile", default="gev-validation", show_default=True, metavar="NAME", help="Simulated figures.")
 @click.option("--policy", "policy_file", metavar="FILE", help="policy.json of calib export: apply it to each request.")
-@click.option("--arm", metavar="NAME", help="Way of serving: base or mtp.  [default: the policy's, else base]")
+@click.option("--arm", metavar="NAME", help="Simulated way of serving: base, mtp.  [default: the policy's, else base]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option(
@@ -766,9 +808,12 @@ def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) 
     type=click.FloatRange(0, 1),
     help="Share of the simulated seconds that it really waits.",
 )
-@click.option("--seed", default=0, show_default=True, type=int, help="Another seed is another simulated model.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the simulated model, or of vLLM's thoughts.")
+@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds.")
+@_asking
 def serve(
-    engine: str,  # noqa: ARG001 - one choice so far; named so that a command line stays valid
+    engine: str,
+    upstream: str | None,
     profile: str,
     policy_file: str | None,
     arm: str | None,
@@ -776,25 +821,44 @@ def serve(
     port: int,
     time_scale: float,
     seed: int,
+    timeout: float,
+    prompt_template: str | None,
+    sampling: str | None,
+    api_key_env: str | None,
 ) -> None:
     """Serve POST /v1/decide and GET /v1/decide/info in front of an engine, under one policy."""
     from calib import serve as module
-    from calib.engine.simulated import SimulatedEngine, load_profile
     from calib.export import load_policy_file
 
     policy = load_policy_file(policy_file) if policy_file else None
-    if policy and arm and arm != policy.arm:
-        raise CalibError(
-            f"--arm {arm}, but {policy_file} was tuned for arm {policy.arm}; leave --arm out, or tune again"
-        )
-    arm = arm or (policy.arm if policy else "base")
-    simulated = SimulatedEngine(load_profile(profile), arm=arm, time_scale=time_scale, seed=seed)
-    module.run(
-        lambda: module.open_app(simulated, policy=policy, context_tokens=simulated.context_tokens),
-        host=host,
-        port=port,
-        announce=lambda url: click.echo(f"calib: {url} answers for profile {profile}, arm {arm} (simulated)", err=True),
-    )
+    if (engine == "simulated") == bool(upstream):
+        raise CalibError("name who answers: --upstream http://127.0.0.1:8000, or --engine simulated")
+    if upstream:
+        asked = _vllm_options(prompt_template, sampling, seed) | {"label_mass": False}
+
+        async def opened() -> FastAPI:
+            from calib.engine.auto import probe
+
+            real = await probe(upstream, vllm=asked, timeout=timeout, api_key_env=api_key_env)
+            context = (await real.info()).raw.get("max_model_len")
+            return await module.open_app(real, policy=policy, **({"context_tokens": context} if context else {}))
+
+        name = f"in front of {upstream.rpartition('@')[2]}"
+    else:
+        if policy and arm and arm != policy.arm:
+            raise CalibError(
+                f"--arm {arm}, but {policy_file} was tuned for arm {policy.arm}; leave --arm out, or tune again"
+            )
+        from calib.engine.simulated import SimulatedEngine, load_profile
+
+        arm = arm or (policy.arm if policy else "base")
+        simulated = SimulatedEngine(load_profile(profile), arm=arm, time_scale=time_scale, seed=seed)
+
+        async def opened() -> FastAPI:
+            return await module.open_app(simulated, policy=policy, context_tokens=simulated.context_tokens)
+
+        name = f"answers for profile {profile}, arm {arm} (simulated)"
+    module.run(opened, host=host, port=port, announce=lambda url: click.echo(f"calib: {url} {name}", err=True))
 
 
 def main() -> None:

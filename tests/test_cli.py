@@ -1,15 +1,19 @@
 """The commands as a user types them: output, JSON, exit codes, errors."""
 
+import contextlib
 import gzip
 import json
+import signal
 import subprocess
 import sys
+import urllib.request
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from calib.cli import cli
+from calib.engine.simulated import load_profile
 from calib.export import load_policy_file
 
 
@@ -331,3 +335,48 @@ def test_two_recorded_arms_of_one_model(shared, tmp_path):
     other = calib_json("optimize", "--test-share", 0, "--arm", "draft", "--store", store)
     assert other["policy"]["arm"] == "draft"
     assert other["tune"]["p90"] != found["tune"]["p90"]
+
+
+@contextlib.contextmanager
+def served(*arguments):
+    """A server of the command line in its own process; gives its URL."""
+    command = [sys.executable, "-m", "calib", "serve", *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stderr.readline()
+            yield next(word for word in line.split() if word.startswith("http"))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+            process.stderr.read()
+
+
+def post(url, **body):
+    request = urllib.request.Request(
+        f"{url}/v1/decide", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def test_the_gateway_obeys_the_policy_in_front_of_another_server(tmp_path):
+    questions = load_profile("gev-validation").questions()[:40]
+    policy = {"threshold": 0.93, "mix": 0.8, "think_budget": 2048, "arm": "base"}
+    (tmp_path / "policy.json").write_text(json.dumps({"schema": 1, "policy": policy}))
+    with (
+        served("--engine", "simulated") as upstream,
+        served("--upstream", upstream, "--policy", tmp_path / "policy.json") as gateway,
+    ):
+        with urllib.request.urlopen(f"{gateway}/v1/decide/info", timeout=30) as response:
+            info = json.load(response)
+        assert (info["defaults"]["mix"], info["defaults"]["threshold"], info["simulated"]) == (0.8, 0.93, True)
+        for q in questions:
+            body = {"kind": q.kind, "state": q.state, "question": q.question}
+            body |= {"options": list(q.options)} if q.kind == "choice" else {}
+            own = post(upstream, **body, thinking="on", think_budget=2048, debug=True)["thinking"]
+            got = post(gateway, **body, thinking="auto")
+            p1, p2 = np.array(own["system1"]), np.array(own["system2"])
+            thinks = p1.max() < 0.93
+            assert got["thinking"]["used"] == thinks
+            assert got["probabilities"] == pytest.approx(0.2 * p1 + 0.8 * p2 if thinks else p1, abs=1e-12)
+            assert got["thinking"].get("think_tokens", 0) <= 2048
