@@ -708,9 +708,12 @@ def optimize(
             from calib.study import default_storage, run_study
 
             line = show.ProgressLine()
+            studied = demand.arms
+            if demand.rate is not None and tuned.best.policy is not None:
+                studied = [tuned.best.policy.arm]  # each arm sustains another number of tokens
             result = run_study(
                 tuned.tune,
-                demand.targets,
+                demand.limits(tuned.tune, studied[0]) if studied else demand.targets,
                 study=study,
                 name=study_name,
                 storage=storage or default_storage(store),
@@ -722,7 +725,7 @@ def optimize(
                 maximize=demand.maximize,
                 minimize=demand.minimize,
                 cost=demand.cost,
-                arms=demand.arms,
+                arms=studied,
                 budgets=demand.budgets,
                 exact=tuned.best,
                 progress=None if as_json else lambda done, total, _best: line("study", done, total),

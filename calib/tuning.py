@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from calib import certify, intervals, metrics, optimise, risk
+from calib import calibrate, certify, intervals, metrics, optimise, risk
+from calib.calibrate import Calibration
 from calib.certify import Certificate, alpha_at_look, marks_of
 from calib.errors import CalibError
 from calib.intervals import Comparison
@@ -26,10 +27,13 @@ from calib.risk import Requirement
 from calib.target import Target
 from calib.why import hurting, why
 
-__all__ = ["FACTORS", "Demand", "Tuned", "sustainable_rate", "throughput", "tune"]
+__all__ = ["CALIBRATE", "FACTORS", "Demand", "Tuned", "sustainable_rate", "throughput", "tune"]
 
 FACTORS = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of the automatic margin that the candidates leave; 1 is the one that is returned when none is certified."""
+
+CALIBRATE = ("none", "auto")
+"""Whether the policy is tuned on calibrated probabilities: no, or with the steps that gain beyond noise."""
 
 _SAME = 1e-12
 """Objectives this close are equal."""
@@ -61,6 +65,10 @@ class Demand:
         Whether to return the cheapest policy that cannot be told apart from the best.
     rate : float or None
         Requests per second that the thinking must keep up with.
+    calibrate : {"none", "auto"}
+        Whether to fit temperatures and pool on the tune questions (`calib.calibrate`) and to tune on what they give.
+    confidence : str
+        Definition that the threshold means, one of `calib.policy.CONFIDENCES`.
     seed, resamples : int
         Of the bootstrap: intervals and comparisons rest on it, the verdict does not.
     """
@@ -76,8 +84,21 @@ class Demand:
     margin: bool = True
     cheapest: bool = False
     rate: float | None = None
+    calibrate: str = "none"
+    confidence: str = "max"
     seed: int = 0
     resamples: int = intervals.RESAMPLES
+
+    def __post_init__(self) -> None:
+        if self.calibrate not in CALIBRATE:
+            raise CalibError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
+
+    def limits(self, outcomes: Outcomes, arm: str) -> tuple[Target, ...]:
+        """The targets, and the most tokens a request that the arm sustains at the rate, where it is known."""
+        supply = None if self.rate is None else throughput(outcomes, arm)
+        if supply is None or self.rate is None:
+            return self.targets
+        return (*self.targets, Target("tokens", "<=", supply / self.rate))
 
     def baselines(self, outcomes: Outcomes) -> dict[str, Policy]:
         """What one would serve without tuning, in the first arm that is looked at."""
@@ -106,6 +127,11 @@ class Tuned:
     comparisons : mapping of str to Comparison
         Paired difference to each baseline on the reported questions.
     warnings : tuple of str
+    calibration : Calibration or None
+        What was fitted on the tune questions, with the step after the mix of the policy; None when it was not asked.
+    searched : Outcomes or None
+        The tune questions as the search saw them, calibrated; a study in the same space runs on them. None without any
+        policy.
     """
 
     demand: Demand
@@ -119,6 +145,8 @@ class Tuned:
     margin_cost: float
     comparisons: Mapping[str, Comparison] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    calibration: Calibration | None = None
+    searched: Outcomes | None = None
 
     @property
     def policy(self) -> Policy | None:
@@ -170,6 +198,7 @@ class Tuned:
             "margin": {"auto": self.demand.margin and self.test is not None, "costs": _known(self.margin_cost)},
             "sustainable_rate": None if self.sustainable is None else _known(self.sustainable),
             "certificate": None if certificate is None else certificate.to_dict(),
+            "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "split": self._split(),
             "fingerprints": {"model": self.outcomes.fingerprint, "questions": _questions_hash(self.outcomes)},
             "warnings": list(self.warnings),
@@ -259,12 +288,20 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         A target on a metric that is not known here, an arm or a budget that was not collected, too few to split.
     """
     tuned_on, held_out = outcomes.split(demand.test_share)
-    search = _Search(tabulate(tuned_on, demand.arms, demand.budgets), demand)
+    tuned_on = _weighted_as(outcomes, tuned_on)
+    held_out = None if held_out is None else _weighted_as(outcomes, held_out)
+    serving = _Serving(tuned_on, demand)
+    search = _Search(serving.table(), demand)
     best = search.optimum()
-    warnings = [*outcomes.warnings, *search.unsustainable()]
+    warnings = [*outcomes.warnings, *search.unsustainable(), *_unheard(outcomes, held_out)]
     if best.policy is None:
-        nearest = search.nearest()
-        return Tuned(demand, outcomes, tuned_on, held_out, best, None, nearest, (), math.nan, {}, tuple(warnings))
+        nearest = serving.nearest(search.nearest())
+        warnings.extend(serving.warnings(None))
+        return Tuned(
+            *(demand, outcomes, tuned_on, held_out, best, None, nearest, (), math.nan, {}, tuple(warnings)),
+            calibration=serving.fitted(None),
+            searched=serving.searched,
+        )
 
     found, whole = {0.0: best}, True
     required: dict[float, Mapping[Target, float]] = {0.0: {}}
@@ -287,7 +324,7 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     if demand.cheapest:
         found = {factor: search.cheapest(one, required[factor]) for factor, one in found.items()}
         chosen = found[max(factor for factor in found if factor <= 1)]
-    candidates = _distinct(found, best.maximize)
+    candidates = [serving.policy(policy) for policy in _distinct(found, best.maximize)]
 
     rng = np.random.default_rng(demand.seed)
     look = 1
@@ -303,7 +340,7 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         look=look,
         cost=demand.cost,
         resamples=demand.resamples,
-        fallback=candidates.index(_policy(chosen)),
+        fallback=candidates.index(serving.policy(_policy(chosen))),
     )
     reported = tuned_on if held_out is None else held_out
     rivals = {name: decide(reported, policy) for name, policy in demand.baselines(outcomes).items()}
@@ -314,13 +351,115 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         outcomes,
         tuned_on,
         held_out,
-        best,
+        serving.optimum(best),
         certificate,
         None,
-        search.prices(best),
+        serving.prices(search.prices(best)),
         margin_cost,
         comparisons,
-        (*warnings, *_warnings(tuned_on, certificate, comparisons)),
+        (*warnings, *serving.warnings(certificate.policy), *_warnings(serving.searched, certificate, comparisons)),
+        serving.fitted(certificate.policy),
+        serving.searched,
+    )
+
+
+class _Serving:
+    """From what the search sees to what is served.
+
+    The search looks at calibrated probabilities with plain policies, for which the table is exact. What is served, and
+    tested, is the same rule on probabilities as the systems give them: the policy carries temperatures and pool, and
+    a step after the mix of its own.
+    """
+
+    def __init__(self, tuned_on: Outcomes, demand: Demand) -> None:
+        self.raw, self.demand = tuned_on, demand
+        self._fitted = calibrate.fit(tuned_on) if demand.calibrate == "auto" else None
+        self.searched = tuned_on if self._fitted is None else calibrate.apply(tuned_on, self._fitted)
+        self._served: dict[Policy, Policy] = {}
+        self._finished: dict[Policy, Calibration] = {}
+
+    def table(self) -> Table:
+        """Of the questions as the search sees them."""
+        pool = "linear" if self._fitted is None else self._fitted.pool
+        asked = self.demand
+        return tabulate(self.searched, asked.arms, asked.budgets, confidence=asked.confidence, pool=pool)
+
+    def policy(self, plain: Policy) -> Policy:
+        """What is served for a policy of the search."""
+        if self._fitted is None:
+            return plain
+        if plain not in self._served:
+            finished = calibrate.finish(self.raw, self._fitted, plain)
+            self._served[plain] = served = finished.policy(plain)
+            self._finished[served] = finished
+        return self._served[plain]
+
+    def fitted(self, served: Policy | None) -> Calibration | None:
+        """What was fitted, with the step after the mix of a policy that is served."""
+        return self._fitted if served is None else self._finished.get(served, self._fitted)
+
+    def _unfinished(self, plain: Policy | None) -> Policy | None:
+        """A policy that is shown only: without a step after the mix, which changes no answer."""
+        return plain if plain is None or self._fitted is None else self._fitted.policy(plain)
+
+    def optimum(self, best: Optimum) -> Optimum:
+        """The optimum with what is served for it."""
+        if self._fitted is None:
+            return best
+        policy = self.policy(_policy(best))
+        evaluation = evaluate(self.raw, policy, by_dataset=True, cost=self.demand.cost)
+        return replace(best, policy=policy, evaluation=evaluation, objective=float(getattr(evaluation, best.metric)))
+
+    def nearest(self, found: optimise.Nearest) -> optimise.Nearest:
+        """The same with policies for probabilities as the systems give them."""
+        relaxations = tuple(replace(one, policy=self._unfinished(one.policy)) for one in found.relaxations)
+        return replace(found, policy=self._unfinished(found.policy), relaxations=relaxations)
+
+    def prices(self, found: Iterable[optimise.Price]) -> tuple[optimise.Price, ...]:
+        """The same with policies for probabilities as the systems give them."""
+        return tuple(replace(one, policy=self._unfinished(one.policy)) for one in found)
+
+    def warnings(self, served: Policy | None) -> list[str]:
+        """What the threshold means, when it is no longer the top probability that the server gives."""
+        found = []
+        fitted = self.fitted(served)
+        if fitted is not None and fitted.nothing:
+            found.append("--calibrate auto: no step gains beyond noise; probabilities and threshold mean what they did")
+        elif fitted is not None:
+            kept = "; ".join(step.name for step in fitted.kept)
+            found.append(
+                f"calibrated ({kept}): the threshold means the calibrated confidence, and the optimum over the mix is "
+                f"{'exact' if fitted.pool == 'linear' else 'searched on a grid of mixes'}; serve it with calib serve"
+            )
+        if self.demand.confidence != "max":
+            found.append(
+                f"the threshold means the confidence {self.demand.confidence!r}, not the top probability: only the "
+                "gateway applies it (calib serve)"
+            )
+        return found
+
+
+def _weighted_as(whole: Outcomes, side: Outcomes) -> Outcomes:
+    """One side of a split, each dataset with the share of the weight that it has in the whole.
+
+    Chance gives a side more of one dataset and less of another; where weights stand for traffic, the verdict must be
+    about that traffic and not about the one that the split happened to draw.
+    """
+    if whole.unweighted or side is whole:
+        return side
+    share = dict(zip(whole.dataset_names, np.bincount(whole.dataset_codes, whole.weight), strict=True))
+    wanted = np.array([share[name] for name in side.dataset_names])
+    weight = side.weight * (wanted / np.bincount(side.dataset_codes, side.weight))[side.dataset_codes]
+    return replace(side, weight=weight * side.n / weight.sum())
+
+
+def _unheard(whole: Outcomes, held_out: Outcomes | None) -> list[str]:
+    """Datasets with a share of the traffic and without a test question."""
+    if whole.unweighted or held_out is None:
+        return []
+    missing = sorted(set(whole.dataset_names) - set(held_out.dataset_names))
+    return [f"no test question of {', '.join(map(repr, missing))}: the verdict is about the other traffic"] * bool(
+        missing
     )
 
 
@@ -332,13 +471,7 @@ class _Search:
         self._asked: dict[str, Any] = {"maximize": demand.maximize, "minimize": demand.minimize, "cost": demand.cost}
         self._tables = {table: demand.targets}
         if demand.rate is not None:  # each arm can sustain its own number of tokens a request
-            self._tables = {table.only([arm]): self._sustained(table.outcomes, arm) for arm in table.arms}
-
-    def _sustained(self, outcomes: Outcomes, arm: str) -> tuple[Target, ...]:
-        supply = throughput(outcomes, arm)
-        if supply is None or self.demand.rate is None:
-            return self.demand.targets
-        return (*self.demand.targets, Target("tokens", "<=", supply / self.demand.rate))
+            self._tables = {table.only([arm]): demand.limits(table.outcomes, arm) for arm in table.arms}
 
     def _best_of(self, found: Iterable[Optimum]) -> Optimum:
         several = list(found)
@@ -379,7 +512,6 @@ class _Search:
         """The same among the arms of one table; compared in pairs, by group."""
         outcomes = table.outcomes
         ours = decide(outcomes, _policy(best))
-        rng = np.random.default_rng(self.demand.seed)
         # a larger paired difference cannot hide in noise: within a group the answers change by 1 at most
         shares = np.bincount(outcomes.group_codes, outcomes.weight) / outcomes.weight.sum()
         floor = best.objective - 4 * math.sqrt(float((shares**2).sum()))
@@ -390,6 +522,7 @@ class _Search:
             if _surely_worse(outcomes, ours, other):
                 continue
             demand = self.demand
+            rng = np.random.default_rng(demand.seed)  # every rival on the same resamples, whatever the order
             compared = intervals.compare(
                 outcomes, ours, {"": other}, rng=rng, level=demand.level, resamples=demand.resamples
             )[""]

@@ -198,7 +198,7 @@ def test_the_cheapest_that_cannot_be_told_apart_is_no_dearer(store):
     assert cheap["tune"]["accuracy"] <= best["tune"]["accuracy"]
 
 
-def test_a_rate_that_the_arm_cannot_sustain_limits_thinking(store):
+def test_a_rate_that_the_arm_cannot_sustain_limits_thinking(store, tmp_path):
     free = calib_json("optimize", "--test-share", 0, "--arm", "base", "--name", "free", "--store", store)
     sustainable = free["sustainable_rate"]
     # 8 in flight: 8 * sum(tokens) / sum(seconds) tokens a second, over the mean tokens of the policy
@@ -211,6 +211,9 @@ def test_a_rate_that_the_arm_cannot_sustain_limits_thinking(store):
     )
     assert held["tune"]["tokens"] <= free["tune"]["tokens"] / 2
     assert held["sustainable_rate"] >= 2 * sustainable
+    rated = ("--rate", twice, "--trials", 20, "--storage", tmp_path / "s.db")
+    studied = calib_json("optimize", "--test-share", 0, *rated, "--name", "studied", "--store", store)["study"]
+    assert studied["gap"] >= 0
 
 
 def test_text_output_names_verdict_policy_and_next_step(store):
