@@ -9,6 +9,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
+SHARED ?= ../shared
 
 # The first Python that is new enough; a shim that cannot start its version is passed over.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -36,6 +37,8 @@ bench: $(VENV)/.calib-dev
 
 reports: $(VENV)/.calib-dev
 	$(BIN)/python -m calib.published --out reports/published.md
+	@if test -d "$(SHARED)"; then $(BIN)/python -m tests.reports.optimum --shared "$(SHARED)" --out reports/optimum.md; \
+	else echo "reports/optimum.md needs recorded data: make reports SHARED=/path/to/it"; fi
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "calib needs Python 3.11 or newer; none was found. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
