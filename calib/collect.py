@@ -15,20 +15,37 @@ import contextlib
 import hashlib
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from calib.busyness import Brake
 from calib.crew import Crew, Job, Progress
 from calib.engine.base import Engine, EngineInfo
 from calib.engine.decide import DecideEngine
 from calib.errors import CalibError
-from calib.questions import Question
+from calib.questions import Question, text_hash
+from calib.sampling import place
 from calib.store import Covered, Store
 
-__all__ = ["ArmSummary", "CollectSummary", "Progress", "choose", "collect", "run"]
+__all__ = [
+    "ArmSummary",
+    "CollectSummary",
+    "Plan",
+    "Progress",
+    "blind",
+    "choose",
+    "collect",
+    "in_loop",
+    "in_order",
+    "one_model",
+    "parse_shard",
+    "plan_jobs",
+    "run",
+    "still_the_same",
+]
 
 GRACE = 60.0
 """Seconds that questions in flight get after a clean stop."""
@@ -105,17 +122,21 @@ class CollectSummary:
 
 
 def choose(
-    questions: Iterable[Question], datasets: Sequence[str] | None = None, limit: int | None = None
+    questions: Iterable[Question],
+    datasets: Sequence[str] | None = None,
+    limit: int | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> list[Question]:
     """The questions of these datasets, at most ``limit`` of them, in the order in which they are asked.
 
     The order is by a hash of dataset and id: whatever part of it is done is an even sample, and a larger limit
-    contains a smaller one.
+    contains a smaller one. Of n shards (k, n) takes part k, from 1: by a hash of the text, so that each question is in
+    one of them, and equal ones in the same.
 
     Raises
     ------
     CalibError
-        An unknown dataset; a limit below 1.
+        An unknown dataset; a limit below 1; a shard that is not one of n.
     """
     chosen = list(questions)
     if datasets:
@@ -127,7 +148,31 @@ def choose(
         chosen = [question for question in chosen if question.dataset in wanted]
     if limit is not None and limit < 1:
         raise CalibError(f"--limit must be 1 or more, got {limit}")
-    return sorted(chosen, key=_place)[:limit]
+    if shard is not None:
+        k, n = shard
+        if not 1 <= k <= n:
+            raise CalibError(f"--shard {k}/{n}: the part is from 1 to the number of parts; write for instance 1/4")
+        chosen = [question for question in chosen if int(place(text_hash(question), "shard") * n) == k - 1]
+    return in_order(chosen)[:limit]
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Part and number of parts from ``k/n``.
+
+    Raises
+    ------
+    CalibError
+        Not two whole numbers with 1 <= k <= n.
+    """
+    k, slash, n = text.partition("/")
+    if not (slash and k.strip().isdecimal() and n.strip().isdecimal() and 1 <= int(k) <= int(n)):
+        raise CalibError(f"--shard {text!r} is not PART/PARTS, with the part from 1; write for instance --shard 1/4")
+    return int(k), int(n)
+
+
+def in_order(questions: Iterable[Question]) -> list[Question]:
+    """Sort questions by a hash of dataset and id: whatever part of them is done is an even sample."""
+    return sorted(questions, key=_place)
 
 
 def _place(question: Question) -> bytes:
@@ -136,20 +181,22 @@ def _place(question: Question) -> bytes:
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
+    """What is to be asked, and how many questions need nothing."""
+
     jobs: list[Job] = field(default_factory=list)
     already: int = 0
     failed_before: int = 0
 
 
-def _plan(
+def plan_jobs(
     questions: Iterable[Question],
     coverage: Mapping[tuple[str, str], Covered],
     budgets: Sequence[int],
     retry_failed: bool,
-) -> _Plan:
+) -> Plan:
     """What each question lacks: answers, or seconds of this arm at this concurrency."""
-    plan = _Plan()
+    plan = Plan()
     for question in questions:
         ladder = set() if question.kind == "score" else set(budgets)  # a level cannot be thought about
         system1 = True
@@ -182,6 +229,7 @@ async def collect(
     concurrency: int = 32,
     retry_failed: bool = False,
     keep_text: bool = True,
+    pause_when_waiting: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     stop: asyncio.Event | None = None,
     grace: float = GRACE,
@@ -203,6 +251,8 @@ async def collect(
         Whether to ask again what failed before.
     keep_text : bool
         Whether the store keeps texts of questions and thoughts.
+    pause_when_waiting : int, optional
+        Begin no question while more requests than that wait on the server, by its ``/metrics``.
     progress : callable, optional
         Called about five times a second, in the event loop.
     stop : asyncio.Event, optional
@@ -217,10 +267,10 @@ async def collect(
         stopped answering. What was answered is stored.
     """
     ladder = _checked(questions, arms, budgets, concurrency)
-    questions = sorted(questions, key=_place)
+    questions = in_order(questions)
     stop = stop or asyncio.Event()
     infos = {arm: await engine.info() for arm, engine in arms.items()}
-    _one_model(infos)
+    one_model(infos)
     summaries: list[ArmSummary] = []
     warnings: list[str] = []
     complete = True
@@ -238,7 +288,8 @@ async def collect(
             info = infos[arm]
             fingerprint = await on_disk(store.register_model, info)
             coverage = await on_disk(store.coverage, fingerprint, arm, concurrency=concurrency)
-            plan = _plan(questions, coverage, ladder, retry_failed)
+            plan = plan_jobs(questions, coverage, ladder, retry_failed)
+            brake = None if pause_when_waiting is None else Brake(engine, pause_when_waiting)
             crew = Crew(
                 arm,
                 engine,
@@ -248,10 +299,13 @@ async def collect(
                 keep_text=keep_text,
                 progress=progress,
                 already=plan.already + plan.failed_before,
+                brake=brake,
             )
             await crew.run(stop, grace)
+            if brake is not None and brake.blind:
+                warnings.append(blind(arm))
             if plan.jobs and not stop.is_set():
-                warnings += await _still_the_same(arm, engine, info)
+                warnings += await still_the_same(arm, engine, info)
             summaries.append(_summary(arm, info, fingerprint, plan, crew))
             complete = complete and crew.complete
     return CollectSummary(
@@ -260,6 +314,11 @@ async def collect(
         simulated=any(info.simulated for info in infos.values()),
         warnings=tuple(warnings),
     )
+
+
+def blind(arm: str) -> str:
+    """Warn of a server whose load is not known."""
+    return f"arm {arm!r}: no /metrics, so whether requests wait there is not known: it was never paused"
 
 
 def _checked(
@@ -277,7 +336,8 @@ def _checked(
     return ladder
 
 
-def _one_model(infos: Mapping[str, EngineInfo]) -> None:
+def one_model(infos: Mapping[str, EngineInfo]) -> None:
+    """Refuse arms of different models."""
     (first, one), *others = infos.items()
     for arm, other in others:
         if other.identity != one.identity:
@@ -297,7 +357,7 @@ def _difference(one: EngineInfo, other: EngineInfo) -> str:
     return "; ".join(shown)
 
 
-def _summary(arm: str, info: EngineInfo, fingerprint: str, plan: _Plan, crew: Crew) -> ArmSummary:
+def _summary(arm: str, info: EngineInfo, fingerprint: str, plan: Plan, crew: Crew) -> ArmSummary:
     return ArmSummary(
         arm=arm,
         model=info.model,
@@ -311,7 +371,7 @@ def _summary(arm: str, info: EngineInfo, fingerprint: str, plan: _Plan, crew: Cr
     )
 
 
-async def _still_the_same(arm: str, engine: Engine, before: EngineInfo) -> list[str]:
+async def still_the_same(arm: str, engine: Engine, before: EngineInfo) -> list[str]:
     """Ask the server again who it is; warnings.
 
     Raises
@@ -390,15 +450,13 @@ def run(
         "keep_text": keep_text,
     }
 
-    async def main() -> CollectSummary:
-        stop = asyncio.Event()
+    async def main(stop: asyncio.Event) -> CollectSummary:
         async with contextlib.AsyncExitStack() as stack:
             arms: dict[str, Engine] = {}
             for arm, url in urls.items():
                 engine = DecideEngine(url, timeout=timeout, retries=retries, api_key_env=api_key_env)
                 stack.push_async_callback(engine.close)
                 arms[arm] = engine
-            stack.enter_context(_signals(stop))
             store.record_run(told)
             return await collect(
                 questions,
@@ -413,9 +471,26 @@ def run(
                 grace=grace,
             )
 
+    return in_loop(main)
+
+
+def in_loop(main: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
+    """Run in an event loop of its own: the first SIGINT or SIGTERM sets the event, the second one cancels.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        At the second signal.
+    """
+
+    async def watched() -> T:
+        stop = asyncio.Event()
+        with _signals(stop):
+            return await main(stop)
+
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            return runner.run(main())
+            return runner.run(watched())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 

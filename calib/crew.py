@@ -7,12 +7,16 @@ Leaves to others: what is asked and which arms there are (`calib.collect`), wire
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
+import numpy as np
+
+from calib.busyness import Brake
 from calib.engine.base import Answer, AskFailed, Engine, PartlyFailed, ServerBusy
 from calib.engine.http import UNREACHABLE
 from calib.errors import CalibError
@@ -47,6 +51,13 @@ class Progress:
         Questions per second of this run.
     elapsed_s, eta_s : float
         Seconds since the arm's start, and until its end at this rate; NaN before the first answer.
+    stage : str
+        What is done: ``all``, ``system1``, ``pilot``, ``round 2``, ``latency at 32``, ``audit``.
+    gpu_hours, gpu_hours_left : float
+        What this stage took of the server and will take, an estimate: seconds of the answers by requests in flight.
+        What is left is NaN before the first answer.
+    paused : bool
+        Whether no question is begun because the server has requests waiting.
     """
 
     arm: str
@@ -58,6 +69,10 @@ class Progress:
     rate: float
     elapsed_s: float
     eta_s: float
+    stage: str = "all"
+    gpu_hours: float = 0.0
+    gpu_hours_left: float = math.nan
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +156,23 @@ class Crew:
         Called about five times a second, and at the end.
     already : int
         Questions beside the jobs, which need nothing; for the progress.
+    stage : str
+        For the progress.
+    pass_number : int
+        Number of the timings.
+    brake : Brake, optional
+        Holds back new questions while the server has requests waiting.
+    gpu_budget_s : float
+        No question is begun once the answers took this many seconds of the server (see ``gpu_seconds``).
 
     Attributes
     ----------
     done, failed : int
         Questions answered or given up; those of which a part failed.
+    gpu_seconds : float
+        Estimate of the server's time: seconds of all answers and failures by the number of workers.
+    tokens : int
+        Thinking tokens, of each thought at its largest budget.
     reasons : Counter
         Failures by reason.
     seconds : float
@@ -163,8 +190,13 @@ class Crew:
         keep_text: bool,
         progress: Callable[[Progress], None] | None = None,
         already: int = 0,
+        stage: str = "all",
+        pass_number: int = 0,
+        brake: Brake | None = None,
+        gpu_budget_s: float = math.inf,
     ) -> None:
-        self.done = self.failed = 0
+        self.done = self.failed = self.tokens = 0
+        self.gpu_seconds = 0.0
         self.reasons: Counter[str] = Counter()
         self.seconds = 0.0
         self._arm = arm
@@ -174,6 +206,10 @@ class Crew:
         self._keep_text = keep_text
         self._progress = progress
         self._already = already
+        self._stage = stage
+        self._pass = pass_number
+        self._brake = brake
+        self._gpu_budget_s = gpu_budget_s
         self._writer = Writer(write)
         self._in_flight = 0
         self._patience = max(20, 2 * concurrency)
@@ -184,6 +220,11 @@ class Crew:
     def complete(self) -> bool:
         """Whether every question was answered or given up."""
         return self.done == len(self._jobs)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the server's time is used up."""
+        return self.gpu_seconds >= self._gpu_budget_s
 
     async def run(self, stop: asyncio.Event, grace: float) -> None:
         """Ask all, until ``stop`` is set; questions in flight then get ``grace`` seconds.
@@ -197,15 +238,16 @@ class Crew:
         work = asyncio.create_task(self._ask_all(stop))
         writer = asyncio.create_task(self._writer.run())
         ticker = asyncio.create_task(self._tick())
+        braking = asyncio.create_task(self._brake.run() if self._brake else _nothing())
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({work, writer, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 await asyncio.wait({work, writer}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (work, ticker, stopping):
+            for task in (work, ticker, braking, stopping):
                 task.cancel()
-            await asyncio.gather(work, ticker, stopping, return_exceptions=True)
+            await asyncio.gather(work, ticker, braking, stopping, return_exceptions=True)
             self._writer.close()
             await writer  # what was answered is written, also when we are cancelled; raises when it cannot be
             self.seconds = time.perf_counter() - self._started
@@ -226,7 +268,9 @@ class Crew:
 
     async def _work(self, jobs: Iterator[Job], stop: asyncio.Event) -> None:
         for job in jobs:
-            if stop.is_set():
+            if self._brake is not None and not stop.is_set():
+                await self._brake.released(stop)
+            if stop.is_set() or self.spent:
                 return
             self._in_flight += 1
             try:
@@ -272,7 +316,7 @@ class Crew:
             raise AskFailed("busy", str(busy)) from None
 
     def _answered(self, job: Job, answer: Answer) -> Answered:
-        return Answered(job.question, self._arm, answer, self._concurrency)
+        return Answered(job.question, self._arm, answer, self._concurrency, self._pass)
 
     def _failure(self, job: Job, failure: AskFailed, budgets: tuple[int, ...], stage: str) -> Failed:
         return Failed(
@@ -320,6 +364,10 @@ class Crew:
         self.done += len(questions)
         self.failed += len(reasons)
         self.reasons.update(reasons)
+        for record in written:
+            self.gpu_seconds += _seconds(record) / self._concurrency
+            if isinstance(record, Answered) and len(record.answer.tokens):
+                self.tokens += int(np.nan_to_num(record.answer.tokens[-1]))
         await self._writer.put(written)
 
     async def _tick(self) -> None:
@@ -332,6 +380,7 @@ class Crew:
             return
         elapsed = time.perf_counter() - self._started
         rate = self.done / elapsed if elapsed > 0 else 0.0
+        left = len(self._jobs) - self.done
         self._progress(
             Progress(
                 arm=self._arm,
@@ -342,9 +391,25 @@ class Crew:
                 in_flight=self._in_flight,
                 rate=rate,
                 elapsed_s=elapsed,
-                eta_s=(len(self._jobs) - self.done) / rate if rate > 0 else float("nan"),
+                eta_s=left / rate if rate > 0 else math.nan,
+                stage=self._stage,
+                gpu_hours=self.gpu_seconds / 3600,
+                gpu_hours_left=self.gpu_seconds / self.done * left / 3600 if self.done else math.nan,
+                paused=self._brake is not None and self._brake.held,
             )
         )
+
+
+async def _nothing() -> None:
+    """For a crew without a brake."""
+
+
+def _seconds(record: Record) -> float:
+    """Seconds that a record took of the server, the largest budget's thought; 0 where unknown."""
+    if isinstance(record, Failed):
+        return 0.0 if math.isnan(record.seconds) else record.seconds
+    t2 = np.asarray(record.answer.t2, dtype=np.float64)
+    return float(np.nan_to_num(record.answer.t1)) + (float(np.nan_to_num(t2).max()) if t2.size else 0.0)
 
 
 def _is_silence(records: Sequence[Record]) -> TypeGuard[Sequence[Failed]]:

@@ -24,6 +24,7 @@ from calib.policy import Policy, evaluate
 from calib.questions import Question, split_key, split_position
 from calib.store import Answered, Covered, Failed, Store, load_outcomes, schema
 from calib.store.database import url_of
+from tests.postgres import drop_tables, postgres, postgres_server  # noqa: F401 - the last two are fixtures
 from tests.strategies import outcomes
 
 NAN = float("nan")
@@ -154,13 +155,27 @@ def test_an_older_store_is_migrated_and_a_newer_one_refused(tmp_path, monkeypatc
     with monkeypatch.context() as newer:
         newer.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, add_note))
         with Store.open(path) as migrated:
-            assert migrated.status().schema_version == 2
+            assert migrated.status().schema_version == len(schema.MIGRATIONS)
             assert migrated.policy("best") == {"threshold": 0.5}
     raw = sqlite3.connect(path)
     assert raw.execute("SELECT name, note FROM policies").fetchall() == [("best", None)]
     raw.close()
-    with pytest.raises(CalibError, match=r"schema version 2, this calib knows up to 1; upgrade: pip install"):
+    with pytest.raises(CalibError, match=r"schema version 3, this calib knows up to 2; upgrade: pip install"):
         Store.open(path)
+
+
+def test_a_store_of_the_first_version_gets_the_stages(tmp_path):
+    path = tmp_path / "s.db"
+    with Store.open(path) as first:
+        model = first.register_model(INFO)
+        add(first, model, (question(), answer(p2={8: (0.5, 0.5)})))
+    raw = sqlite3.connect(path)
+    raw.executescript("DROP TABLE samples; DROP TABLE passes; DROP TABLE audits; UPDATE calib_schema SET version = 1")
+    raw.close()
+    with Store.open(path) as opened:
+        assert opened.status().schema_version == len(schema.MIGRATIONS)
+        assert (opened.planned(model), opened.passes(model), opened.audits(model)) == ([], [], [])
+        assert load_outcomes(opened).n == 1
 
 
 def test_a_migration_that_fails_leaves_the_old_store(tmp_path, monkeypatch):
@@ -811,22 +826,7 @@ def test_a_killed_writer_leaves_whole_batches(tmp_path):
 # --- PostgreSQL -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def postgres():
-    url = os.environ.get("CALIB_TEST_POSTGRES")
-    if not url:
-        pytest.skip("set CALIB_TEST_POSTGRES to the URL of an empty database to test PostgreSQL")
-    drop_tables(url)
-    return url
-
-
-def drop_tables(url):
-    engine = sa.create_engine(url_of(url)[0])
-    schema.metadata.drop_all(engine)
-    engine.dispose()
-
-
-def test_postgresql_holds_the_same(postgres):
+def test_postgresql_holds_the_same(postgres):  # noqa: F811
     with Store.open(postgres) as store:
         model = store.register_model(INFO)
         q, scored = question(0, "ü"), question(1, "a", kind="score")

@@ -157,6 +157,15 @@ class VllmEngine:
     def __repr__(self) -> str:
         return f"VllmEngine({self.client.url!r})"
 
+    @property
+    def cache_salt(self) -> str | None:
+        """Only requests with the same one share cached prefixes."""
+        return self._server.cache_salt
+
+    @cache_salt.setter
+    def cache_salt(self, salt: str | None) -> None:
+        self._server.cache_salt = salt
+
     async def info(self) -> EngineInfo:
         """Who answers, found out anew each time.
 

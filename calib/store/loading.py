@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from calib.errors import CalibError
 from calib.latency import RateModel, fit_line, picks, resample
 from calib.outcomes import Outcomes
-from calib.store import schema
+from calib.sampling import Sampling, presented
+from calib.store import schema, staging
 from calib.store.schema import ModelRow
 
 __all__ = ["read_outcomes"]
@@ -41,6 +42,7 @@ def read_outcomes(
     budgets: Sequence[int] | None,
     arms: Sequence[str] | None,
     concurrency: int | None,
+    void_passes: bool = False,
 ) -> Outcomes:
     """See `calib.store.load_outcomes`; ``where`` names the store in messages."""
     q = _read_questions(conn, model, where, datasets)
@@ -53,20 +55,30 @@ def read_outcomes(
 
     answers = _read_answers(conn, model, q, grid, columns)
     complete = ~np.isnan(answers.p1[:, 0]) & (answers.complete | ~grid.can_think)
-    use = np.flatnonzero(complete[q.text] & q.in_answered_dataset(grid))
+    there = q.in_answered_dataset(grid)
+    stands_for, planned = _stands_for(conn, model, q, complete & (answers.complete | ~grid.can_think))
+    use = np.flatnonzero(complete[q.text] & there & (stands_for > 0))
     if not use.size:
         raise CalibError(
             f"{where}: no question of {model.name!r} has System 1 and all of the budgets {kept_budgets.tolist()}; "
             "name fewer budgets, or finish the collection: calib collect QUESTIONS"
         )
     text = q.text[use]
-    seconds = [_arm_seconds(conn, model, q, grid, answers, arm, columns, concurrency, where) for arm in shown_arms]
+    void = (
+        set()
+        if void_passes
+        else {(one.arm, one.concurrency, one.number) for one in staging.passes(conn, model.n) if one.state == "void"}
+    )
+    seconds = [
+        _arm_seconds(conn, model, q, grid, answers, arm, columns, concurrency, where, void) for arm in shown_arms
+    ]
 
     tokens = answers.tokens[text]
     unknown_tokens = int(np.isnan(tokens).any(axis=1).sum())
     p2 = answers.p2[text]
     failed = np.isnan(p2).all(axis=2) & grid.can_think[text][:, None]
-    left_out = int(q.in_answered_dataset(grid).sum()) - use.size
+    sampled_out = int((there & planned).sum()) - int(planned[use].sum())
+    left_out = int(there.sum()) - use.size - sampled_out
     return Outcomes(
         p1=answers.p1[text],
         p2=p2,
@@ -83,7 +95,7 @@ def read_outcomes(
         ids=q.ids[use],
         group=q.group[use],
         can_think=grid.can_think[text],
-        weight=q.weight[use],
+        weight=q.weight[use] * stands_for[use],
         label_mass=answers.label_mass[text],
         label_set=_label_sets(q.dataset[use], q.label_key[use]),
         split_position=q.split_position[use],
@@ -98,6 +110,7 @@ def read_outcomes(
             kept=kept_budgets,
             dropped=dropped,
             left_out=left_out,
+            sampled_out=sampled_out,
             failed=int(failed.any(axis=1).sum()),
             unknown_tokens=unknown_tokens,
             unmeasured=[a for a, s in zip(shown_arms, seconds, strict=True) if s.elsewhere],
@@ -188,6 +201,27 @@ def _label_sets(dataset: NDArray[np.object_], label_key: NDArray[np.object_]) ->
     numbers: dict[str, int] = {}
     code = {name: numbers.setdefault(key, len(numbers)) for name, key in fixed.items() if key is not None}
     return np.array([code.get(name, -1) for name in dataset.tolist()], dtype=np.int64)
+
+
+def _stands_for(conn: sa.Connection, model: ModelRow, q: _Questions, complete: Bools) -> tuple[Floats, Bools]:
+    """How many questions each one stands for, (N,); whether a staged collection planned it, (N,)."""
+    name = {pair: i for i, pair in enumerate(zip(q.dataset.tolist(), q.ids.tolist(), strict=True))}
+    rows = [(name[row.dataset, row.id], row) for row in staging.planned(conn, model.n) if (row.dataset, row.id) in name]
+    stands_for, planned = np.ones(len(q.text)), np.zeros(len(q.text), dtype=bool)
+    if not rows:
+        return stands_for, planned
+    at = np.array([i for i, _ in rows])
+    strata: dict[tuple[str, str], int] = {}
+    sampling = Sampling(
+        test=np.array([row.test for _, row in rows], dtype=bool),
+        stratum=np.array([strata.setdefault((row.part, row.dataset), len(strata)) for _, row in rows]),
+        band=np.array([row.band for _, row in rows]),
+        wrong=np.array([row.wrong for _, row in rows], dtype=bool),
+        round=np.array([row.round for _, row in rows]),
+    )
+    planned[at] = True
+    stands_for[at] = presented(sampling, complete[q.text[at]])
+    return stands_for, planned
 
 
 # --- who answered what ------------------------------------------------------------------------------------------------
@@ -438,10 +472,11 @@ def _arm_seconds(
     columns: Ints,
     concurrency: int | None,
     where: str,
+    void: set[tuple[str, int, int]],
 ) -> _Seconds:
     """Measured seconds of an arm, and what can be said where they are missing (see `load_outcomes`)."""
-    load, elsewhere = _load_of(conn, model, arm, concurrency, where)
-    own = _read_own(conn, model, q, grid, arm, load)
+    load, elsewhere = _load_of(conn, model, arm, concurrency, where, void)
+    own = _read_own(conn, model, q, grid, arm, load, [number for name, at, number in void if (name, at) == (arm, load)])
     line = fit_line(*_pairs(own.tokens, own.t2))
     rates = grid.rates.get(arm)
 
@@ -474,11 +509,14 @@ def _arm_seconds(
     return _Seconds(t1, t2, estimated, load, elsewhere)
 
 
-def _load_of(conn: sa.Connection, model: ModelRow, arm: str, wanted: int | None, where: str) -> tuple[int, bool]:
+def _load_of(
+    conn: sa.Connection, model: ModelRow, arm: str, wanted: int | None, where: str, void: set[tuple[str, int, int]]
+) -> tuple[int, bool]:
     """Concurrency whose seconds enter, and whether there are some at another one only."""
     t = schema.timings
-    statement = sa.select(t.c.concurrency).where(t.c.model == model.n, t.c.arm == arm, t.c.timed).distinct()
-    loads = sorted(conn.execute(statement).scalars())
+    columns = (t.c.concurrency, t.c["pass"])
+    statement = sa.select(*columns).where(t.c.model == model.n, t.c.arm == arm, t.c.timed).distinct()
+    loads = sorted({load for load, number in conn.execute(statement) if (arm, load, number) not in void})
     if wanted is not None:
         return wanted, bool(loads) and wanted not in loads
     if len(loads) > 1:
@@ -499,13 +537,16 @@ class _Own:
     finished: Bools  # (U, K)
 
 
-def _read_own(conn: sa.Connection, model: ModelRow, q: _Questions, grid: _Grid, arm: str, load: int) -> _Own:
+def _read_own(
+    conn: sa.Connection, model: ModelRow, q: _Questions, grid: _Grid, arm: str, load: int, void: Sequence[int]
+) -> _Own:
     t = schema.timings
     names = ("key", "budgets", "t1", "t2", "tokens", "finished")
     # rows without any second tell the tokens of the arm's own thought; measured ones and newer passes come first
     statement = (
         sa.select(*(t.c[name] for name in names))
         .where(t.c.model == model.n, t.c.arm == arm, (t.c.concurrency == load) | ~t.c.timed)
+        .where(t.c["pass"].not_in(void))
         .order_by(t.c.timed.desc(), t.c["pass"].desc(), t.c.n)
     )
     shape = (len(q.first), len(grid.budgets))
@@ -555,6 +596,7 @@ def _warnings(
     kept: Ints,
     dropped: dict[int, int],
     left_out: int,
+    sampled_out: int,
     failed: int,
     unknown_tokens: int,
     unmeasured: list[str],
@@ -566,6 +608,11 @@ def _warnings(
         found.append(
             f"left out {left_out} {_questions(left_out)} without an answer of {lacking}; "
             "to complete a collection: calib collect QUESTIONS"
+        )
+    if sampled_out:
+        found.append(
+            f"staged collection: {sampled_out} {_questions(sampled_out)} without a thought left out; on the tune side "
+            "those that are there weigh as many as they stand for. To think about all: calib collect QUESTIONS --all"
         )
     if dropped:
         listed = ", ".join(f"{budget} ({count} {_questions(count)})" for budget, count in dropped.items())

@@ -27,16 +27,19 @@ __all__ = [
     "ModelRow",
     "answer_key",
     "answers",
+    "audits",
     "check_version",
     "failures",
     "insert",
     "looks",
     "models",
     "pack",
+    "passes",
     "policies",
     "questions",
     "rates",
     "runs",
+    "samples",
     "text_key",
     "timings",
     "unpack",
@@ -201,6 +204,56 @@ runs = sa.Table(
     sa.Column("at", sa.Text, nullable=False),
 )
 
+# Questions that a staged collection may think about, and the round in which it chose to. See calib.sampling.
+samples = sa.Table(
+    "samples",
+    metadata,
+    _number(),
+    _model(),
+    sa.Column("question", sa.ForeignKey("questions.n"), nullable=False),
+    sa.Column("part", sa.Text, nullable=False),  # of the questions that one of several collectors asks; "" for all
+    sa.Column("test", sa.Boolean, nullable=False),
+    sa.Column("band", sa.Integer, nullable=False),
+    sa.Column("wrong", sa.Boolean, nullable=False),  # System 1's answer
+    sa.Column("round", sa.Integer, nullable=False),  # 0 until it is chosen
+    sa.UniqueConstraint("model", "question"),
+)
+
+# A latency pass: timings with its arm, concurrency and number belong to it.
+passes = sa.Table(
+    "passes",
+    metadata,
+    _number(),
+    _model(),
+    sa.Column("arm", sa.Text, nullable=False),
+    sa.Column("concurrency", sa.Integer, nullable=False),
+    sa.Column("pass", sa.Integer, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),  # open, done, void
+    sa.Column("note", sa.Text, nullable=False),
+    sa.Column("hit_rate", sa.Double),  # of the prefix cache; null where unknown
+    sa.Column("at", sa.Text, nullable=False),
+    sa.UniqueConstraint("model", "arm", "concurrency", "pass"),
+)
+
+# Answers that were asked for an audit alone: never part of the outcomes.
+audits = sa.Table(
+    "audits",
+    metadata,
+    _number(),
+    _model(),
+    sa.Column("key", sa.LargeBinary(32), nullable=False),  # of the question as it is stored, see answer_key
+    sa.Column("dataset", sa.Text, nullable=False),
+    sa.Column("ext_id", sa.Text, nullable=False),
+    sa.Column("arm", sa.Text, nullable=False),
+    sa.Column("audit", sa.Text, nullable=False),  # rotated, seed, load
+    sa.Column("variant", sa.Integer, nullable=False),  # places rotated by, seeds further, requests in flight
+    sa.Column("p1", sa.LargeBinary),  # in the order of the stored options
+    sa.Column("budget", sa.Integer),
+    sa.Column("p2", sa.LargeBinary),
+    sa.Column("at", sa.Text, nullable=False),
+    sa.UniqueConstraint("model", "key", "arm", "audit", "variant"),
+)
+
 
 @dataclass(frozen=True)
 class ModelRow:
@@ -232,7 +285,12 @@ def _create(conn: sa.Connection) -> None:
     metadata.create_all(conn)
 
 
-MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (_create,)
+def _add_stages(conn: sa.Connection) -> None:
+    for table in (samples, passes, audits):
+        table.create(conn, checkfirst=True)
+
+
+MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (_create, _add_stages)
 """Step i brings a store from version i to i + 1. Append, never edit. The first makes the tables as they are now, so a
 later step looks first (``sqlalchemy.inspect``) whether a new store has its change already."""
 

@@ -16,18 +16,21 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sqlalchemy as sa
+from numpy.typing import NDArray
 
 from calib.engine.base import EngineInfo
 from calib.errors import CalibError
 from calib.latency import RateModel
 from calib.outcomes import Outcomes
 from calib.questions import Question
-from calib.store import database, entries, holdings, schema
+from calib.store import database, entries, holdings, schema, staging
 from calib.store.entries import Answered, Failed
 from calib.store.holdings import Covered, SavedPolicy, StoreStatus
 from calib.store.loading import read_outcomes
 from calib.store.schema import ModelRow
+from calib.store.staging import AuditAnswer, LatencyPass, Planned, StoredAnswer
 
 __all__ = ["Store", "load_outcomes"]
 
@@ -243,7 +246,14 @@ class Store:
 
     # --- answers ---
 
-    def write(self, fingerprint: str, records: Sequence[Answered | Failed], *, keep_text: bool = True) -> None:
+    def write(
+        self,
+        fingerprint: str,
+        records: Sequence[Answered | Failed],
+        *,
+        keep_text: bool = True,
+        timings_only: bool = False,
+    ) -> None:
         """Write answers and failures in one transaction; what is there already stays, a success ends its failure.
 
         Parameters
@@ -254,6 +264,8 @@ class Store:
             In the order in which they happened.
         keep_text : bool, default True
             Whether to keep thoughts.
+        timings_only : bool, default False
+            Whether to keep only the seconds of answers.
         """
         answers: list[dict[str, Any]] = []
         timings: list[dict[str, Any]] = []
@@ -277,7 +289,7 @@ class Store:
                 for name in done & failures.keys():
                     del failures[name]
             _end_failures(conn, model, ended)
-            schema.insert(conn, schema.answers, answers)
+            schema.insert(conn, schema.answers, [] if timings_only else answers)
             schema.insert(conn, schema.timings, timings)
             unique = ["key", "arm", "concurrency", "budget"]
             schema.insert(conn, schema.failures, list(failures.values()), replace_by=unique)
@@ -314,6 +326,68 @@ class Store:
                 policies=holdings.saved_policies(conn),
                 runs=[{"at": run.at, "arguments": json.loads(run.arguments)} for run in runs],
             )
+
+    # --- staged collections, latency passes, audits ---
+
+    def _model(self, conn: sa.Connection, fingerprint: str) -> ModelRow:
+        number = self._number(conn, fingerprint)
+        return next(model for model in _models(conn) if model.n == number)
+
+    def plan(self, fingerprint: str, rows: Iterable[Planned]) -> None:
+        """Enter questions that may be thought about; one that is there keeps its stratum and its round."""
+        with self._writing() as conn:
+            staging.plan(conn, self._number(conn, fingerprint), rows)
+
+    def choose(self, fingerprint: str, names: Iterable[tuple[str, str]], number: int) -> None:
+        """Write down the round in which these questions, (dataset, id), were chosen to be thought about."""
+        with self._writing() as conn:
+            staging.choose(conn, self._number(conn, fingerprint), names, number)
+
+    def planned(self, fingerprint: str) -> list[Planned]:
+        """Questions that a staged collection may think about, in the order in which they were entered."""
+        with self._reading() as conn:
+            return staging.planned(conn, self._number(conn, fingerprint))
+
+    def open_pass(self, fingerprint: str, arm: str, concurrency: int) -> int:
+        """Number of the arm's latency pass that is open at this load, or of a new one."""
+        with self._writing() as conn:
+            return staging.open_pass(conn, self._number(conn, fingerprint), arm, concurrency)
+
+    def set_pass(self, fingerprint: str, found: LatencyPass) -> None:
+        """Write down what became of a latency pass."""
+        with self._writing() as conn:
+            staging.set_pass(conn, self._number(conn, fingerprint), found)
+
+    def passes(self, fingerprint: str) -> list[LatencyPass]:
+        """Latency passes, in the order in which they began."""
+        with self._reading() as conn:
+            return staging.passes(conn, self._number(conn, fingerprint))
+
+    def timed_in_pass(self, fingerprint: str, arm: str, concurrency: int, number: int) -> set[tuple[str, str]]:
+        """Questions, (dataset, id), whose seconds a latency pass holds."""
+        with self._reading() as conn:
+            return staging.timed_in_pass(conn, self._model(conn, fingerprint), arm, concurrency, number)
+
+    def answers(self, fingerprint: str) -> list[StoredAnswer]:
+        """Every ask, in the order in which they were written: more than the outcomes, which hold one a question."""
+        with self._reading() as conn:
+            return list(staging.answers(conn, self._model(conn, fingerprint)))
+
+    def own_thoughts(self, fingerprint: str) -> list[tuple[str, tuple[int, ...], NDArray[np.float64]]]:
+        """Arm, budgets and tokens, shape (B,), of every thought that was run."""
+        with self._reading() as conn:
+            return list(staging.own_thoughts(conn, self._model(conn, fingerprint)))
+
+    def add_audits(self, fingerprint: str, rows: Sequence[tuple[Question, AuditAnswer]]) -> None:
+        """Enter answers that were asked for an audit, each with its question as it is stored."""
+        with self._writing() as conn:
+            keyed = [(schema.text_key(question), row) for question, row in rows]
+            staging.add_audits(conn, self._model(conn, fingerprint), keyed)
+
+    def audits(self, fingerprint: str) -> list[AuditAnswer]:
+        """Answers that were asked for audits."""
+        with self._reading() as conn:
+            return staging.audits(conn, self._number(conn, fingerprint))
 
     # --- policies, ledger, runs ---
 
@@ -380,6 +454,7 @@ def load_outcomes(
     budgets: Sequence[int] | None = None,
     arms: Sequence[str] | None = None,
     concurrency: int | None = None,
+    void_passes: bool = False,
 ) -> Outcomes:
     """Outcomes of one model from a store.
 
@@ -396,6 +471,8 @@ def load_outcomes(
         the kept budgets are left out and counted in ``warnings``.
     concurrency : int, optional
         Load at which seconds were taken; needed when an arm was timed at several.
+    void_passes : bool, default False
+        Whether seconds of latency passes count that were disturbed.
 
     Raises
     ------
@@ -408,6 +485,9 @@ def load_outcomes(
     another arm where it has none. Seconds are each arm's own. A second that was not measured comes, in this order,
     from the same thought having ended within a smaller budget, from the arm's rates, or from a line fitted to its
     measured seconds with a residual resampled (``estimated`` says so), else it is NaN.
+
+    Where a staged collection thought about a part of the questions, the others are left out, counted in ``warnings``,
+    and those that are there weigh as many questions as they stand for (`calib.sampling.presented`).
     """
     opened = store if isinstance(store, Store) else Store.open(store, must_exist=True)
     try:
@@ -421,6 +501,7 @@ def load_outcomes(
                 budgets=budgets,
                 arms=arms,
                 concurrency=concurrency,
+                void_passes=void_passes,
             )
     finally:
         if opened is not store:
