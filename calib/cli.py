@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from calib.arms import Arm
-    from calib.collect import Progress
+    from calib.crew import Progress
     from calib.outcomes import Outcomes
     from calib.store import Store
 
@@ -335,19 +335,36 @@ def questions(files: tuple[str, ...], profile: str | None, out: str | None, as_j
 @cli.command(
     epilog=_examples(
         "calib collect q.jsonl --arm base=http://127.0.0.1:8000",
-        "calib collect q.jsonl --arm base=URL --arm mtp=URL --budgets 512,2048,8192 --concurrency 8",
+        "calib collect q.jsonl --arm base=URL --arm mtp=URL --budgets 512,2048,8192 --concurrency 8 --all",
+        "calib collect q.jsonl --arms arms.toml --target 'p90<10s' --yes --budget-gpu-minutes 60",
         "calib collect q.jsonl --arm base=URL --retry-failed",
+        "calib collect q.jsonl --arm base=URL1,URL2 --shard 1/3 --store postgresql://HOST/calib",
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="QUESTIONS...")
-@click.option("--arm", "arms", multiple=True, required=True, metavar="NAME=URL", help="A way of serving (repeatable).")
+@click.option(
+    "--arm", "arms", multiple=True, metavar="NAME=URL", help="A way of serving (repeatable); URL,URL share it."
+)
+@click.option("--arms", "arms_file", metavar="FILE", help="arms.toml of calib init: may start and stop the servers.")
 @click.option("--budgets", default="8192", show_default=True, metavar="A,B", help="Think budgets, tokens.")
 @click.option("--concurrency", default=32, show_default=True, type=click.IntRange(1), help="Requests in flight.")
+@click.option("--all", "everything", is_flag=True, help="Think about every question with every arm, not in stages.")
+@click.option("--yes", is_flag=True, help="Stages without the question whether to go on.")
+@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Stages end once its verdict is settled.")
+@click.option("--test-share", type=float, default=0.3, show_default=True, help="Of the stages: as calib optimize.")
+@click.option("--pilot", default=100, show_default=True, type=click.IntRange(1), help="Thoughts before the question.")
+@click.option("--budget-gpu-minutes", type=click.FloatRange(0, min_open=True), metavar="N", help="Stages end after it.")
+@click.option("--latency-sample", default=100, show_default=True, type=click.IntRange(0), help="Questions of a pass.")
+@click.option("--latency-concurrency", metavar="A,B", help="A latency pass at each.  [default: as --concurrency]")
+@click.option("--audit", default=0, show_default=True, type=click.IntRange(0), help="Questions asked again to audit.")
+@click.option("--pause-when-waiting", type=click.IntRange(1), metavar="N", help="Pause while N requests wait there.")
+@click.option("--shard", metavar="K/N", help="Only this part of the questions; other machines take the others.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N questions, an even sample.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds.")
 @click.option("--retries", default=4, show_default=True, type=click.IntRange(0), help="Further attempts of a request.")
 @click.option("--retry-failed", is_flag=True, help="Ask again what failed before.")
-@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the key (the key is not stored).")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of a stock vLLM's thoughts.")
+@_asking
 @click.option("--no-text", is_flag=True, help="Keep hashes and numbers, no texts.")
 @_datasets
 @_store
@@ -355,47 +372,86 @@ def questions(files: tuple[str, ...], profile: str | None, out: str | None, as_j
 def collect(
     files: tuple[str, ...],
     arms: tuple[str, ...],
+    arms_file: str | None,
     budgets: str,
     concurrency: int,
+    everything: bool,
+    yes: bool,
+    targets: tuple[str, ...],
+    test_share: float,
+    pilot: int,
+    budget_gpu_minutes: float | None,
+    latency_sample: int,
+    latency_concurrency: str | None,
+    audit: int,
+    pause_when_waiting: int | None,
+    shard: str | None,
     limit: int | None,
     timeout: float,
     retries: int,
     retry_failed: bool,
+    seed: int,
+    prompt_template: str | None,
+    sampling: str | None,
     api_key_env: str | None,
     no_text: bool,
     datasets: tuple[str, ...],
     store: str,
     as_json: bool,
 ) -> None:
-    """Ask every question of both systems, over HTTP, and keep answers and seconds in the store.
+    """Ask the questions of both systems, over HTTP, and keep answers and seconds in the store.
 
     Resumes where it stopped: what is stored is not asked again. Ctrl-C stops cleanly.
-    """
-    from calib import collect as module
-    from calib import show
-    from calib.questions import read_questions
 
-    urls = _pairs(arms, "--arm", "base=http://127.0.0.1:8000")
-    chosen = module.choose(read_questions(list(files)), datasets=_split_names(datasets), limit=limit)
+    On a terminal it goes in stages: System 1 for all, a few thoughts, then what thinking could win and cost and the
+    question whether to go on; then thoughts where they can move the decision. In a script --yes asks for stages;
+    without it, as with --all, every question is thought about with every arm.
+    """
+    from calib import campaign, show
+    from calib.collect import choose, parse_shard
+    from calib.questions import read_questions
+    from calib.target import parse_targets
+    from calib.tuning import Demand
+
+    staged = not everything and (yes or sys.stdin.isatty())
+    named = _arms(arms, arms_file, api_key_env)
+    part = parse_shard(shard) if shard else None
+    chosen = choose(read_questions(list(files)), datasets=_split_names(datasets), limit=limit, shard=part)
+    options = campaign.Options(
+        budgets=tuple(_numbers(budgets, "--budgets")),
+        concurrency=concurrency,
+        everything=not staged,
+        demand=Demand(targets=parse_targets(targets), test_share=test_share),
+        pilot=pilot,
+        budget_gpu_minutes=float("inf") if budget_gpu_minutes is None else budget_gpu_minutes,
+        latency_sample=latency_sample,
+        latency_concurrency=tuple(_numbers(latency_concurrency, "--latency-concurrency"))
+        if latency_concurrency
+        else (),
+        audit=audit,
+        part=shard or "",
+        pause_when_waiting=pause_when_waiting,
+        retry_failed=retry_failed,
+        keep_text=not no_text,
+        timeout=timeout,
+        retries=retries,
+        vllm=_vllm_options(prompt_template, sampling, seed),
+    )
     with _filled(store) as opened:
-        summary = module.run(
+        result = campaign.run(
             chosen,
-            urls,
+            named,
             opened,
-            budgets=_numbers(budgets, "--budgets"),
-            concurrency=concurrency,
-            timeout=timeout,
-            retries=retries,
-            retry_failed=retry_failed,
-            api_key_env=api_key_env,
-            keep_text=not no_text,
+            options,
+            confirm=None if yes else show.confirm_headroom,
             progress=_progress(),
+            say=lambda text: click.echo(text, err=True),
         )
     if as_json:
-        show.echo_json(summary.to_dict())
+        show.echo_json(result.to_dict())
     else:
-        show.collected(summary, store)
-    if summary.interrupted:
+        show.collected(result, store)
+    if result.interrupted:
         sys.exit(130)
 
 
@@ -406,8 +462,7 @@ def _progress() -> Callable[[Progress], None]:
     line = ProgressLine()
 
     def show(progress: Progress) -> None:
-        failed = f"{progress.failed} failed" if progress.failed else ""
-        line(f"arm {progress.arm}", progress.done, progress.total, progress.rate, progress.eta_s, failed)
+        line.collection(progress)
 
     return show
 
@@ -484,16 +539,18 @@ def import_(
 @_store
 @_json
 def status(store: str, as_json: bool) -> None:
-    """Show what the store holds: questions by dataset, arm and budget; what failed and why."""
-    from calib import show
+    """Show what the store holds: questions by dataset, arm and budget; what failed and why; audits."""
+    from calib import audit, show
     from calib.store import Store
 
     with Store.open(store, must_exist=True) as opened:
         found = opened.status()
+        audits = {model.fingerprint: audit.findings(opened, model=model.fingerprint) for model in found.models}
     if as_json:
-        show.echo_json(found.to_dict())
+        audited = {name: [finding.to_dict() for finding in several] for name, several in audits.items()}
+        show.echo_json(found.to_dict() | {"audits": audited})
     else:
-        show.status(found)
+        show.status(found, [finding for several in audits.values() for finding in several])
 
 
 @cli.command(
@@ -680,7 +737,7 @@ def optimize(
     STUDY    policy (one for all), pareto (accuracy against p90), per_dataset (a route each),
              truncation (what to do with a cut thought), or a file of your own (see studies/)
     """  # noqa: D301 - click reads the escape
-    from calib import show
+    from calib import audit, show
     from calib.policy import Cost
     from calib.store import Store
     from calib.target import parse_targets
@@ -704,6 +761,9 @@ def optimize(
     with Store.open(store, must_exist=True) as opened:
         tuned = tune(outcomes, demand, ledger=opened.record_look)
         document = tuned.to_dict(name)
+        if tuned.policy is not None:
+            audits = audit.findings(opened, model=outcomes.fingerprint, threshold=tuned.policy.threshold)
+            document["warnings"] += [f"audit: {f.text}" for f in audits if f.level in ("warning", "refuse")]
         if trials:
             from calib.study import default_storage, run_study
 

@@ -15,11 +15,14 @@ import click
 from calib.target import RATES, Target
 
 if TYPE_CHECKING:
-    from calib.collect import CollectSummary
+    from calib.audit import Finding
+    from calib.campaign import Campaign
+    from calib.crew import Progress
     from calib.doctor import Diagnosis
     from calib.export import Export
     from calib.outcomes import Outcomes
     from calib.policy import Evaluation, Policy
+    from calib.staged import Headroom, StagedSummary
     from calib.store import StoreStatus
     from calib.tuning import Tuned
     from calib.why import WhyRow
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ProgressLine",
     "collected",
+    "confirm_headroom",
     "diagnosis",
     "duration",
     "echo_json",
@@ -178,6 +182,16 @@ class ProgressLine:
         else:
             click.echo(text, err=True)
 
+    def collection(self, progress: Progress) -> None:
+        """Show where the collection of one arm stands."""
+        label = f"arm {progress.arm}" + ("" if progress.stage == "all" else f", {progress.stage}")
+        notes = [f"{progress.failed} failed"] if progress.failed else []
+        if progress.gpu_hours_left >= 0.01:
+            notes.append(f"about {progress.gpu_hours_left:.2g} GPU hours left")
+        if progress.paused:
+            notes.append("paused: the server has requests waiting")
+        self(label, progress.done, progress.total, progress.rate, progress.eta_s, "; ".join(notes))
+
 
 def policy_line(policy: Policy) -> str:
     """One policy in words."""
@@ -258,31 +272,57 @@ def exported(result: Export) -> None:
         )
 
 
-def collected(summary: CollectSummary, store: str) -> None:
+def confirm_headroom(headroom: Headroom) -> bool:
+    """Show what thinking could win and would cost, and ask whether to go on."""
+    for text in headroom.lines():
+        click.echo(text, err=True)
+    return click.confirm("go on with the thoughts?", default=True, err=True)
+
+
+def collected(result: Campaign, store: str) -> None:
     """Print what a collection came to and what to type next."""
+    whole = [arm for summary in result.whole for arm in summary.arms]
+    arms = whole if result.stages is None else [result.stages.arm]
     rows = [
         [arm.arm, f"{arm.asked:,}", f"{arm.already:,}", f"{arm.failed:,}", f"{arm.rate:,.0f}/s", duration(arm.seconds)]
-        for arm in summary.arms
+        for arm in arms
     ]
     table(["arm", "asked", "stored before", "failed", "rate", "time"], rows)
-    for arm in summary.arms:
+    for arm in arms:
         if arm.reasons:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(arm.reasons.items()))
             click.echo(f"arm {arm.arm} failed: {reasons}. See calib status; ask again with --retry-failed")
         if arm.failed_before:
             click.echo(f"arm {arm.arm}: {arm.failed_before} questions failed before; ask again with --retry-failed")
-    if summary.simulated:
+    if result.stages is not None:
+        _stages(result.stages)
+    for one in result.passes:
+        note = f": {one.note}" if one.note else ""
+        click.echo(f"latency of {one.arm} at {one.concurrency}: {one.state}, {one.timed} questions{note}")
+    if result.simulated:
         click.echo("simulated: no real model answered; the numbers say nothing about a real server")
-    for text in summary.warnings:
+    for text in result.warnings:
         warn(text)
-    if summary.interrupted:
+    if result.interrupted:
         click.echo("stopped before the end; the same command goes on")
     else:
         click.echo(f"next: calib optimize --store {store} --target 'p90<10s'")
 
 
-def status(found: StoreStatus) -> None:
-    """Print what a store holds, what failed and why."""
+def _stages(stages: StagedSummary) -> None:
+    """What the stages did, and why they ended."""
+    if stages.headroom is not None:
+        for text in stages.headroom.lines():
+            click.echo(text)
+    click.echo(
+        f"{stages.thoughts:,} of {stages.questions:,} questions have a thought; {len(stages.rounds)} rounds, "
+        f"{stages.tokens:,} thinking tokens, about {stages.gpu_hours:.2g} GPU hours (estimate)"
+    )
+    click.echo(f"ended: {stages.ended}")
+
+
+def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
+    """Print what a store holds, what failed and why, and what the audits say."""
     click.echo(f"{found.location}: {sum(found.questions.values()):,} questions, schema {found.schema_version}")
     for model in found.models:
         mark = "   [simulated]" if model.simulated else ""
@@ -310,6 +350,15 @@ def status(found: StoreStatus) -> None:
             ]
             table(["arm", "stage", "failure", "questions", "for instance", "last"], rows, left=3)
             click.echo("ask again with: calib collect ... --retry-failed")
+    if findings:
+        fine = sum(f.level == "ok" for f in findings)
+        told = [f for f in findings if f.level != "ok" and (f.level != "note" or f.dataset is None)]
+        rows = [[f.level, f.audit, f.arm or "-", f.dataset or "-", f.text] for f in told]
+        table(["level", "audit", "arm", "dataset", "finding"], rows, left=5, title="\naudits")
+        rest = len(findings) - fine - len(told)
+        click.echo(
+            f"{fine} audits are ok" + (f"; {rest} notes on single datasets: calib status --json" if rest else "")
+        )
     for policy in found.policies:
         click.echo(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
 
