@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,6 +233,16 @@ def test_export_and_a_policy_that_the_gateway_can_read(store, tmp_path):
         "done: every knob"
         in calib(*("export", "fast", "--out", tmp_path / "serve", "--held-by", "gateway", "--store", store)).output
     )
+
+
+def test_curves_and_report_open_without_a_server(store, tmp_path):
+    calib("optimize", "--target", "p90<6s", "--name", "drawn", "--store", store)
+    files = calib_json("curves", "drawn", "--out", tmp_path / "curves", "--format", "json", "--store", store)["files"]
+    assert all(json.loads(Path(file).read_text())["data"] for file in files)
+    calib("report", "drawn", "--out", tmp_path / "r.html", "--store", store)
+    assert "Did tuning help" in (tmp_path / "r.html").read_text()
+    calib("optimize", "--target", "p90<1ms", "--name", "none", "--store", store, code=3)
+    assert "holds no policy" in calib("report", "none", "--out", tmp_path / "n.html", "--store", store, code=2).stderr
 
 
 def test_questions_are_checked_and_counted(tmp_path):
