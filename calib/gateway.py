@@ -3,7 +3,8 @@
 Requests and answers have the shape of autotrust's ``serve_decide.py``, so that its clients work unchanged. What a
 request does not say, the policy says: threshold and think budget of a request win over the policy's, and a plain
 ``thinking: auto`` is answered under the policy whole. Without a policy the engine's own defaults hold. The rule is
-`Policy.thinks` and `Policy.combine`, the code that `calib.policy.decide` applies offline.
+`Policy.alone`, `Policy.thinks` and `Policy.combine`, the code that `calib.policy.decide` applies offline: temperatures
+and pool of the policy too. ``debug`` and ``system2_only`` show the systems as they answered, never calibrated.
 
 Leaves to others: HTTP (`calib.serve`), wire formats of models (`calib.engine`).
 """
@@ -70,7 +71,8 @@ class DecideRequest(BaseModel):
         description=f"Named in `adaptation` above {NATIVE_OPTIONS} options; the engine reads them in its own way.",
     )
     thinking: Literal["default", "off", "auto", "on"] = Field(
-        "default", description="`auto` thinks when the top probability is below the threshold. Not for score."
+        "default",
+        description="`auto` thinks when the top probability is below the threshold. For score if the engine can.",
     )
     threshold: float | None = Field(None, ge=0, le=1.1, description="Wins over the policy's.")
     think_budget: int | None = Field(None, ge=1, description="Most thinking tokens; wins over the policy's.")
@@ -80,7 +82,7 @@ class DecideRequest(BaseModel):
     )
     return_reasoning: bool = False
     debug: bool = Field(False, description="Adds both systems' own distributions.")
-    system2_only: bool = Field(False, description="Skips System 1. Not for score.")
+    system2_only: bool = Field(False, description="Skips System 1. For score if the engine can.")
     dataset: str | None = Field(None, description="Where the question comes from; a policy's routes look at it.")
 
 
@@ -202,7 +204,7 @@ class Gateway:
             "protocol": PROTOCOL,
             "model": self.info.model,
             "model_type": raw.get("model_type", "unknown"),
-            "identity": dict(self.info.identity),
+            "identity": self._identity(),
             "max_options": MAX_OPTIONS,
             "native_choice_options": NATIVE_OPTIONS,
             "temperatures": raw.get("temperatures", {"noul": 1.0, "choice": 1.0, "score": 1.0}),
@@ -224,12 +226,19 @@ class Gateway:
             "gateway": f"calib {__version__}",
         }
         if policy is not None:
-            names = ("threshold", "mix", "think_budget", "arm", "confidence", "routes")
+            names = ["threshold", "mix", "think_budget", "arm", "confidence", "routes"]
+            names += ["temperatures"] * (policy.temperatures is not None) + ["pool"] * (policy.pool != "linear")
             plain = policy.to_dict()
             own["policy"] = {name: plain[name] for name in names} | {"version": policy_version(policy)}
         if self.info.simulated:
             own["simulated"] = True
         return {**raw, **own}
+
+    def _identity(self) -> dict[str, Any]:
+        """The engine's; with temperatures of System 1, answers without thinking are not the engine's own any more."""
+        first = self._policy.calibration.only("p1")
+        calibrated = {} if first.nothing else {"gateway_temperatures": first.to_dict()}
+        return dict(self.info.identity) | calibrated
 
     async def decide(self, request: DecideRequest) -> dict[str, Any]:
         """Answer one request, wholly under the policy that stands when it starts.
@@ -247,21 +256,23 @@ class Gateway:
         if request.system2_only:
             return await self._system2_only(request, question, started)
 
+        policy, budget = self._effective(request, question)
+        asked: dict[str, Any] = {"kind": request.kind, "n_options": len(question.options)}
         first = await self.engine.ask(question, ())
-        p = p1 = _usable(first.p1, question, "system1")
+        p1 = _usable(first.p1, question, "system1")
+        p = policy.alone(p1, **asked)
         second: Answer | None = None
         thinking: dict[str, Any] | None = None
         if mode != "off":
-            policy, budget = self._effective(request, question)
             thinking = {"mode": mode, "threshold": policy.threshold, "budget": budget}
             kwargs = {k: v for k, v in (request.chat_template_kwargs or {}).items() if k != "enable_thinking"}
             if kwargs:
                 thinking["chat_template_kwargs"] = kwargs
-            thinks = mode == "on" or bool(policy.thinks(p1))
+            thinks = mode == "on" or bool(policy.thinks(p1, **asked))
             thinking["used"] = thinks
             if thinks:
                 second, p2, told = await self._think(request, question, policy)
-                p = policy.combine(p1, p2)
+                p = policy.combine(p1, p2, **asked, finished=bool(second.finished[0]))
                 thinking |= told
             if request.debug:
                 thinking["system1"] = p1.tolist()
@@ -325,7 +336,7 @@ class Gateway:
         """Effective thinking mode; refuses what the engine cannot do."""
         if request.reasoning_effort is not None:
             raise BadRequest(f"reasoning_effort is not supported by {self.info.model}; leave it out")
-        if request.kind != "score":
+        if request.kind != "score" or self.info.thinks_about_scores:
             return self._thinking if request.thinking == "default" else request.thinking
         if request.system2_only:
             raise BadRequest("system2_only is not available for kind 'score'")

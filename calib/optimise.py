@@ -2,8 +2,9 @@
 
 Reads the rows of `calib.table`: at each threshold, budget and arm the largest accuracy over all mixes is known
 exactly, and everything else does not depend on the mix. So the best row that meets the targets is the best policy
-there is. Targets that see the mix in another way (ece, brier, nll, macro_f1, accuracy of one dataset or of the worst,
-accuracy from above) are checked at every threshold on a grid of mixes instead, and the result says so.
+there is, under any definition of the confidence. Targets that see the mix in another way (ece, brier, nll, macro_f1,
+accuracy of one dataset or of the worst, accuracy from above) are checked at every threshold on a grid of mixes instead,
+and so is everything under the log-odds pool; the result says so.
 
 Leaves to `calib.certify` whether a difference or a limit will hold on new questions.
 
@@ -113,6 +114,8 @@ class Front(Sequence[Point]):
         What x and y are.
     method : {"exact", "grid"}
         Whether over all mixes, or over a grid of them.
+    confidence, pool : str
+        Definitions that the policies use.
     """
 
     x: Floats
@@ -123,6 +126,8 @@ class Front(Sequence[Point]):
     arm: NDArray[np.object_]
     metrics: tuple[str, str]
     method: str
+    confidence: str = "max"
+    pool: str = "linear"
 
     def __len__(self) -> int:
         return len(self.x)
@@ -134,7 +139,8 @@ class Front(Sequence[Point]):
     def __getitem__(self, at: int | slice) -> Point | list[Point]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        policy = Policy(float(self.threshold[at]), float(self.mix[at]), int(self.think_budget[at]), str(self.arm[at]))
+        where = float(self.threshold[at]), float(self.mix[at]), int(self.think_budget[at]), str(self.arm[at])
+        policy = Policy(*where, confidence=self.confidence, pool=self.pool)
         return Point(float(self.x[at]), float(self.y[at]), policy)
 
 
@@ -353,6 +359,8 @@ def pareto(
         np.array(table.arms, dtype=object)[a[turn]],
         (x, y),
         search.method,
+        table.confidence,
+        table.pool,
     )
 
 

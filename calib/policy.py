@@ -1,6 +1,7 @@
 """`Policy`: the think and mix rule; `decide` applies it to cached questions, `evaluate` scores it.
 
-The gateway calls the same `Policy.thinks` and `Policy.combine`, so that the two paths cannot drift apart.
+The gateway calls the same `Policy.alone`, `Policy.thinks` and `Policy.combine`, so that the two paths cannot drift
+apart.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from numpy.typing import ArrayLike, NDArray
 from calib import metrics
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
+from calib.temperature import Temperatures
 
 __all__ = [
     "ALWAYS",
+    "CONFIDENCES",
     "LATENCY_METRICS",
     "NEVER",
+    "POOLS",
     "Cost",
     "Decisions",
     "Evaluation",
@@ -34,22 +38,66 @@ __all__ = [
     "decide",
     "evaluate",
     "evaluate_decisions",
+    "pooled",
 ]
 
 NEVER, ALWAYS = 0.0, 1.1
-"""Thresholds that never think and always think (a confidence is above 0 and at most 1)."""
+"""Thresholds that never think and always think (a confidence is from 0 to 1)."""
 
-CONFIDENCES = ("max",)
-POOLS = ("linear",)
+CONFIDENCES = ("max", "margin", "entropy")
+"""Definitions of the confidence, all from 0 to 1: see `confidence`."""
+POOLS = ("linear", "log_odds")
+"""Ways to combine both distributions: see `pooled`."""
+_NOTHING = Temperatures()
 LATENCY_METRICS = ("mean", "p50", "p90", "p95", "p99")
 
 Floats = NDArray[np.float64]
 
 
-def confidence(p1: ArrayLike) -> Floats:
-    """Top probability of System 1, 0 to 1, recomputed here: servers report other things under that name."""
+def confidence(p1: ArrayLike, definition: str = "max", n_options: ArrayLike | None = None) -> Floats:
+    """Confidence of System 1, 0 to 1, recomputed here: servers report other things under that name.
+
+    Parameters
+    ----------
+    p1 : array_like of shape (C,) or (N, C)
+    definition : {"max", "margin", "entropy"}
+        Top probability; its distance to the second; 1 - entropy / ln(number of options).
+    n_options : array_like of int, shape () or (N,), optional
+        For ``entropy`` where options are padded; all C when left out.
+    """
     p = np.asarray(p1, dtype=np.float64)
-    return np.asarray(np.take_along_axis(p, p.argmax(axis=-1)[..., None], -1)[..., 0])  # twice as fast as max
+    if definition == "max":
+        return np.asarray(np.take_along_axis(p, p.argmax(axis=-1)[..., None], -1)[..., 0])  # twice as fast as max
+    if definition == "margin":
+        two = np.partition(p, -2, axis=-1)
+        return np.asarray(two[..., -1] - two[..., -2])
+    k = np.asarray(p.shape[-1] if n_options is None else n_options)
+    bits = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(axis=-1)
+    return np.asarray(np.clip(1 - bits / np.log(k), 0.0, 1.0))
+
+
+def pooled(p1: ArrayLike, p2: ArrayLike, mix: float, pool: str, n_options: ArrayLike | None = None) -> Floats:
+    """Both distributions as one: (1 - mix) * p1 + mix * p2, or ``log_odds``: p1 ** (1 - mix) * p2 ** mix, renormalised.
+
+    Parameters
+    ----------
+    p1, p2 : array_like of shape (C,) or (N, C)
+        A probability below 1e-12 counts as that in the log-odds pool: one system alone must not rule an option out.
+    mix : float
+        Weight of System 2, 0 to 1.
+    pool : {"linear", "log_odds"}
+    n_options : array_like of int, shape () or (N,), optional
+        For ``log_odds`` where options are padded; all C when left out.
+    """
+    first, second = np.asarray(p1, dtype=np.float64), np.asarray(p2, dtype=np.float64)
+    if pool == "linear":
+        return (1 - mix) * first + mix * second
+    low = metrics.NLL_CLIP
+    z = (1 - mix) * np.log(np.maximum(first, low)) + mix * np.log(np.maximum(second, low))
+    if n_options is not None:
+        z = np.where(np.arange(z.shape[-1]) < np.asarray(n_options)[..., None], z, -np.inf)
+    z = np.exp(z - z.max(axis=-1, keepdims=True))
+    return np.asarray(z / z.sum(axis=-1, keepdims=True))
 
 
 def candidate_thresholds(confidence: ArrayLike) -> Floats:
@@ -91,10 +139,11 @@ class Policy:
     routes : mapping of str to Route
         Exceptions by something that a request carries, ``KEY=VALUE`` with KEY one of dataset, kind, n_options;
         the first that matches wins.
-    temperatures : mapping or None
-        Room for fitted temperatures; none are applied.
+    temperatures : Temperatures, mapping or None
+        What calibrates both systems before the threshold and the mix, and the answer after it: the threshold then means
+        the calibrated confidence, and an answer without thinking is the calibrated p1.
     pool : str, default "linear"
-        How both distributions are combined.
+        How both distributions are combined (see `pooled`).
 
     Raises
     ------
@@ -108,7 +157,7 @@ class Policy:
     arm: str = "base"
     confidence: str = "max"
     routes: Mapping[str, Route] = field(default_factory=dict)
-    temperatures: Mapping[str, Any] | None = None
+    temperatures: Temperatures | Mapping[str, Any] | None = None
     pool: str = "linear"
 
     def __post_init__(self) -> None:
@@ -121,7 +170,8 @@ class Policy:
         if self.pool not in POOLS:
             raise CalibError(f"pool must be one of {', '.join(POOLS)}, got {self.pool!r}")
         if self.temperatures is not None:
-            raise CalibError("temperatures are not supported by this version of calib; use a newer one")
+            read = Temperatures.read(self.temperatures)
+            object.__setattr__(self, "temperatures", None if read.nothing else read)
         for key, route in self.routes.items():
             if key.partition("=")[0] not in ("dataset", "kind", "n_options") or "=" not in key:
                 raise CalibError(f"route {key!r} must be dataset=NAME, kind=NAME or n_options=NUMBER")
@@ -131,16 +181,58 @@ class Policy:
 
     def __hash__(self) -> int:
         return hash(
-            (self.threshold, self.mix, self.think_budget, self.arm, self.confidence, tuple(self.routes.items()))
+            (
+                *(self.threshold, self.mix, self.think_budget, self.arm, self.confidence, self.pool),
+                *(self.temperatures, tuple(self.routes.items())),
+            )
         )
 
-    def thinks(self, p1: ArrayLike) -> NDArray[np.bool_]:
-        """Whether to think, for one question (C,) or N (N, C)."""
-        return np.asarray(confidence(p1) < self.threshold)
+    @property
+    def calibration(self) -> Temperatures:
+        """The temperatures; of a policy without any those that change nothing."""
+        return _NOTHING if self.temperatures is None else Temperatures.read(self.temperatures)
 
-    def combine(self, p1: ArrayLike, p2: ArrayLike) -> Floats:
-        """Distribution after thinking: (1 - mix) * p1 + mix * p2, for one question or N."""
-        return (1 - self.mix) * np.asarray(p1, dtype=np.float64) + self.mix * np.asarray(p2, dtype=np.float64)
+    def alone(self, p1: ArrayLike, *, kind: ArrayLike | None = None, n_options: ArrayLike | None = None) -> Floats:
+        """Distribution without thinking: p1, calibrated where the policy has temperatures; one question or N.
+
+        Parameters
+        ----------
+        p1 : array_like of shape (C,) or (N, C)
+        kind, n_options : optional
+            Of the question or of each; they choose the temperature.
+        """
+        return self.calibration.at("p1", p1, kind, n_options)
+
+    def thinks(
+        self, p1: ArrayLike, *, kind: ArrayLike | None = None, n_options: ArrayLike | None = None
+    ) -> NDArray[np.bool_]:
+        """Whether to think, for one question (C,) or N (N, C); arguments as for `alone`."""
+        sure = self.alone(p1, kind=kind, n_options=n_options)
+        return np.asarray(confidence(sure, self.confidence, n_options) < self.threshold)
+
+    def combine(
+        self,
+        p1: ArrayLike,
+        p2: ArrayLike,
+        *,
+        kind: ArrayLike | None = None,
+        n_options: ArrayLike | None = None,
+        finished: ArrayLike = True,
+    ) -> Floats:
+        """Distribution after thinking, for one question or N: (1 - mix) * p1 + mix * p2 of a plain policy.
+
+        Parameters
+        ----------
+        p1, p2 : array_like of shape (C,) or (N, C)
+            As the systems gave them.
+        kind, n_options : optional
+            As for `alone`.
+        finished : array_like of bool, shape () or (N,)
+            Whether the thought ended by itself: one that was cut has its own temperature.
+        """
+        t = self.calibration
+        first, second = t.at("p1", p1, kind, n_options), t.system2(p2, finished, kind, n_options)
+        return t.at("final", pooled(first, second, self.mix, self.pool, n_options), kind, n_options)
 
     def routed(self, *, dataset: str | None = None, kind: str | None = None, n_options: int | None = None) -> Policy:
         """The policy without routes that a request with these features is answered under."""
@@ -173,7 +265,8 @@ class Policy:
             key: {f.name: v for f in fields(route) if (v := getattr(route, f.name)) is not None}
             for key, route in self.routes.items()
         }
-        return plain | {"routes": routes, "temperatures": self.temperatures}
+        fitted = None if self.temperatures is None else self.calibration.to_dict()
+        return plain | {"routes": routes, "temperatures": fitted}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Policy:
@@ -270,8 +363,10 @@ def decide(outcomes: Outcomes, policy: Policy) -> Decisions:
 
 def _decide(outcomes: Outcomes, policy: Policy) -> Decisions:
     a, b = outcomes.arm_index(policy.arm), outcomes.budget_index(policy.think_budget)
-    thinks = policy.thinks(outcomes.p1) & outcomes.can_think
-    p = np.where(thinks[:, None], policy.combine(outcomes.p1, outcomes.p2[:, b]), outcomes.p1)
+    p1, asked = outcomes.p1, {"kind": outcomes.kind, "n_options": outcomes.n_options}
+    thinks = policy.thinks(p1, **asked) & outcomes.can_think
+    after = policy.combine(p1, outcomes.p2[:, b], **asked, finished=outcomes.finished[:, b])
+    p = np.where(thinks[:, None], after, policy.alone(p1, **asked))
     # System 1 always runs first; `where` and not a product, since 0 * NaN would spoil a question that does not think
     latency = outcomes.t1[a] + np.where(thinks, outcomes.t2[a, :, b], 0.0)
     return Decisions(p, thinks, latency, np.where(thinks, outcomes.tokens[:, b], 0.0))

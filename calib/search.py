@@ -199,7 +199,8 @@ class Search:
             if metric == "cost" and cost is None:
                 raise CalibError("the metric cost needs prices: --cost wrong=1,second=0.01")
         self.prices = cost or Cost()
-        on_grid = any(not self._sees_best_mix(metric) for metric in looked_at)
+        on_grid = self.table.pool != "linear"
+        on_grid |= any(not self._sees_best_mix(metric) for metric in looked_at)
         on_grid |= any(not self._exact_target(target) for target in limited)
         self.method = "grid" if on_grid else "exact"
         self._of_labels = "macro_f1" in every
@@ -354,7 +355,9 @@ class Search:
     def policy(self, entry: Entry, mix: float) -> Policy:
         """The policy of an entry at a mix."""
         a, b, k = entry
-        return Policy(float(self.table.thresholds[k]), float(mix), self.table.budgets[b], self.table.arms[a])
+        table = self.table
+        where = float(table.thresholds[k]), float(mix), table.budgets[b], table.arms[a]
+        return Policy(*where, confidence=table.confidence, pool=table.pool)
 
 
 def _objective(maximize: str | None, minimize: str | None) -> tuple[str, bool]:

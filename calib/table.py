@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib import metrics, sweep
+from calib import policy as rule
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
-from calib.policy import LATENCY_METRICS, NEVER, candidate_thresholds, confidence
+from calib.policy import CONFIDENCES, LATENCY_METRICS, NEVER, POOLS, candidate_thresholds, pooled
 
 __all__ = ["PERCENTILES", "Part", "Scores", "Table", "tabulate"]
 
@@ -67,9 +68,9 @@ class Part:
         Weights as whole numbers, so that sums are exact and do not depend on their order.
     """
 
-    def __init__(self, outcomes: Outcomes) -> None:
-        self.outcomes = outcomes
-        c = confidence(outcomes.p1)
+    def __init__(self, outcomes: Outcomes, confidence: str = "max", pool: str = "linear") -> None:
+        self.outcomes, self.pool = outcomes, pool
+        c = rule.confidence(outcomes.p1, confidence, outcomes.n_options)
         thinkers = np.flatnonzero(outcomes.can_think)
         self.order: Ints = thinkers[np.argsort(c[thinkers])]
         ordered = c[self.order]
@@ -175,7 +176,9 @@ class Part:
         return self._p1, self._p2, b, _readonly(o.answer), _readonly(o.n_options)
 
     def best(self, b: int) -> tuple[Floats, Floats]:
-        """Largest accuracy over all mixes, and a mix that attains it, shape (K,) each."""
+        """Largest accuracy over all mixes, and a mix that attains it, shape (K,) each; of the linear pool only."""
+        if self.pool != "linear":
+            raise ValueError("the optimum over all mixes is known for the linear pool only; use scores")
         if b not in self._best:
             questions = self._questions(b)
             kind, bounds, lows, highs, doubt = sweep.intervals(*questions, _readonly(self.outcomes.can_think))
@@ -218,6 +221,9 @@ class Part:
 
     def scores(self, b: int, mixes: Floats, *, of_labels: bool) -> Iterator[Scores]:
         """Scores at each of the mixes in turn; macro F1 only where it is asked for."""
+        if self.pool != "linear":
+            yield from self._pooled_scores(b, mixes, of_labels=of_labels)
+            return
         questions = (*self._questions(b), self.units)
         edges = np.linspace(0, 1, metrics.ECE_BINS + 1)
         step = max(1, _CHUNK // len(self.thresholds))
@@ -227,6 +233,15 @@ class Part:
             f1 = self._macro_f1(b, some) if of_labels else None
             for g in range(len(some)):
                 yield Scores(right[g] / self._total, ece[g], brier[g], nll[g], None if f1 is None else f1[g])
+
+    def _pooled_scores(self, b: int, mixes: Floats, *, of_labels: bool) -> Iterator[Scores]:
+        """Scores under another pool: at each mix, what it makes of both systems stands in for System 2 alone."""
+        o = self.outcomes
+        for mix in mixes.tolist():
+            after = pooled(o.p1, o.p2[:, b], mix, self.pool, o.n_options)
+            stand_in = Part.__new__(Part)
+            stand_in.__dict__.update(self.__dict__, pool="linear", _p2=_readonly(after[:, None]))
+            yield from stand_in.scores(0, np.ones(1), of_labels=of_labels)
 
     def _macro_f1(self, b: int, mixes: Floats) -> Floats:
         """Macro F1 at each mix, shape (G, K); NaN where some question has no fixed label set."""
@@ -267,12 +282,16 @@ class Table:
     budgets : tuple of int, length B
     whole : Part
         All questions together.
+    confidence, pool : str
+        Definitions that the policies use.
     """
 
     outcomes: Outcomes
     arms: tuple[str, ...]
     budgets: tuple[int, ...]
     whole: Part
+    confidence: str = "max"
+    pool: str = "linear"
     _parts: dict[str, Part] = field(default_factory=dict, repr=False)
     _rows: dict[str, Ints] = field(default_factory=dict, repr=False)
 
@@ -318,7 +337,7 @@ class Table:
         if dataset is None:
             return self.whole
         if dataset not in self._parts:
-            self._parts[dataset] = Part(self.outcomes.select([dataset]))
+            self._parts[dataset] = Part(self.outcomes.select([dataset]), self.confidence, self.pool)
         return self._parts[dataset]
 
     def spread(self, column: Floats, dataset: str | None) -> Floats:
@@ -341,6 +360,8 @@ def tabulate(
     arms: Sequence[str] | None = None,
     budgets: Sequence[int] | None = None,
     *,
+    confidence: str = "max",
+    pool: str = "linear",
     like: Table | None = None,
 ) -> Table:
     """The table of these outcomes; its columns are computed when they are first looked at, and kept.
@@ -350,14 +371,21 @@ def tabulate(
     outcomes : Outcomes
     arms, budgets : sequence, optional
         All that were collected when left out.
+    confidence : str
+        Definition of the confidence, one of `calib.policy.CONFIDENCES`.
+    pool : str
+        One of `calib.policy.POOLS`; the optimum over all mixes is known for the linear one, else on a grid of them.
     like : Table, optional
-        A table of the same outcomes whose columns may be used again.
+        A table of the same outcomes whose columns may be used again; it gives confidence and pool.
 
     Raises
     ------
     CalibError
-        When an arm or a budget was not collected, or no thought at all.
+        When an arm or a budget was not collected, or no thought at all; an unknown confidence or pool.
     """
+    for name, value, known in (("confidence", confidence, CONFIDENCES), ("pool", pool, POOLS)):
+        if value not in known:
+            raise CalibError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     arms = outcomes.arms if arms is None else tuple(dict.fromkeys(arms))
     chosen = outcomes.budgets.tolist() if budgets is None else sorted({int(b) for b in budgets})
     if not chosen:
@@ -369,5 +397,7 @@ def tabulate(
     for budget in chosen:
         outcomes.budget_index(budget)
     if like is None:
-        return Table(outcomes, tuple(arms), tuple(chosen), Part(outcomes))
-    return Table(outcomes, tuple(arms), tuple(chosen), like.whole, like._parts, like._rows)
+        whole = Part(outcomes, confidence, pool)
+        return Table(outcomes, tuple(arms), tuple(chosen), whole, confidence, pool)
+    same = (like.whole, like.confidence, like.pool, like._parts, like._rows)
+    return Table(outcomes, tuple(arms), tuple(chosen), *same)

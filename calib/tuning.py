@@ -652,6 +652,8 @@ def _numbers_hash(outcomes: Outcomes, policies: Sequence[Policy]) -> str:
     for arm, budget in served:
         a, b = o.arm_index(arm), o.budget_index(budget)
         arrays += [o.p2[:, b], o.tokens[:, b], o.t1[a], o.t2[a, :, b], o.estimated[a, [0, 1 + b]]]
+        if any(policy.temperatures is not None for policy in policies):  # a thought that was cut has its own
+            arrays.append(o.finished[:, b])
     for array in arrays:
         digest.update(f"{array.shape}{array.dtype.str}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())

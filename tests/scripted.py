@@ -31,6 +31,7 @@ class ScriptedEngine:
     fails_in: str = "system1"
     gate: asyncio.Event | None = None
     simulated: bool = True
+    thinks_about_scores: bool = False
     raw: dict[str, Any] = field(default_factory=dict)
     asked: list[tuple[Question, tuple[int, ...], bool, bool]] = field(default_factory=list)
     most_open: int = 0
@@ -38,7 +39,15 @@ class ScriptedEngine:
     _open: int = 0
 
     async def info(self) -> EngineInfo:
-        return EngineInfo("scripted", {"model": "scripted"}, 0.8, 0.5, simulated=self.simulated, raw=self.raw)
+        return EngineInfo(
+            "scripted",
+            {"model": "scripted"},
+            0.8,
+            0.5,
+            simulated=self.simulated,
+            raw=self.raw,
+            thinks_about_scores=self.thinks_about_scores,
+        )
 
     async def ask(
         self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False

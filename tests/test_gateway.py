@@ -175,6 +175,17 @@ def test_noul_and_score_have_their_own_options_whatever_is_sent():
     assert "thinking" not in score  # "default" is off for score; only auto and on are refused
 
 
+def test_score_thinks_where_the_engine_can():
+    p1, p2 = (0.1, 0.1, 0.1, 0.5, 0.1, 0.1), (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    able = gateway(ScriptedEngine(p1=p1, p2=p2, thinks_about_scores=True))
+    for fields in ({"thinking": "auto"}, {}):
+        answer = ask(able, kind="score", options=None, **fields)
+        assert answer["thinking"]["used"]
+        assert answer["choice"] == "5"
+    assert ask(able, kind="score", options=None, system2_only=True)["probabilities"] == list(p2)
+    assert "thinking" not in ask(able, kind="score", options=None, thinking="off")
+
+
 def test_equal_probabilities_go_to_the_first_option():
     assert ask(gateway(ScriptedEngine(p1=(0.2, 0.4, 0.4))), thinking="off")["choice_index"] == 1
 
