@@ -683,6 +683,20 @@ def why(
     help="cheapest: the cheapest policy that cannot be told apart from the best.",
 )
 @click.option("--rate", metavar="N/s", help="Requests a second that the thinking must keep up with.")
+@click.option(
+    "--calibrate",
+    type=click.Choice(["none", "auto"]),
+    default="none",
+    show_default=True,
+    help="auto: tune on calibrated probabilities, where cross-validation gains.",
+)
+@click.option(
+    "--confidence",
+    type=click.Choice(["max", "margin", "entropy"]),
+    default="max",
+    show_default=True,
+    help="What the threshold is compared with.",
+)
 @click.option("--trials", default=100, show_default=True, type=click.IntRange(0), help="Trials of the study; 0: none.")
 @click.option("--study", default="policy", show_default=True, metavar="NAME|FILE", help="Study, see below.")
 @click.option("--study-name", metavar="NAME", help="Go on with this study of the storage, or begin it.")
@@ -710,6 +724,8 @@ def optimize(
     margin: str,
     prefer: str,
     rate: str | None,
+    calibrate: str,
+    confidence: str,
     trials: int,
     study: str,
     study_name: str | None,
@@ -755,6 +771,8 @@ def optimize(
         margin=_margin(margin),
         cheapest=prefer == "cheapest",
         rate=_rate(rate) if rate else None,
+        calibrate=calibrate,
+        confidence=confidence,
         seed=seed,
     )
     outcomes = _load(store, model, datasets, traffic, concurrency)
@@ -764,7 +782,10 @@ def optimize(
         if tuned.policy is not None:
             audits = audit.findings(opened, model=outcomes.fingerprint, threshold=tuned.policy.threshold)
             document["warnings"] += [f"audit: {f.text}" for f in audits if f.level in ("warning", "refuse")]
-        if trials:
+        plain = confidence == "max" and (tuned.policy is None or tuned.policy.pool == "linear")
+        if trials and not plain:
+            document["warnings"].append("no study: it knows only the largest probability and the linear pool")
+        elif trials:
             from calib.study import default_storage, run_study
 
             line = show.ProgressLine()
@@ -772,7 +793,7 @@ def optimize(
             if demand.rate is not None and tuned.best.policy is not None:
                 studied = [tuned.best.policy.arm]  # each arm sustains another number of tokens
             result = run_study(
-                tuned.tune,
+                tuned.searched or tuned.tune,
                 demand.limits(tuned.tune, studied[0]) if studied else demand.targets,
                 study=study,
                 name=study_name,
@@ -816,6 +837,71 @@ def _rate(text: str) -> float:
     if not 0 < found < float("inf"):
         raise CalibError(f"--rate {text!r} is no rate above 0; write for instance: --rate 5/s")
     return found
+
+
+@cli.command(
+    epilog=_examples(
+        "calib calibrate",
+        "calib calibrate --threshold 0.7 --mix 0.4 --think-budget 2048",
+    )
+)
+@click.option("--threshold", type=float, help="Policy for the final stage.  [default: the server's]")
+@click.option("--mix", type=float, help="Weight of System 2 after thinking.  [default: the server's]")
+@click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
+@click.option("--arm", metavar="NAME", help="Way of serving.  [default: the first]")
+@click.option("--test-share", type=float, default=0.3, show_default=True, help="Share that nothing is fitted on.")
+@_selection
+@_json
+def calibrate(
+    threshold: float | None,
+    mix: float | None,
+    think_budget: int | None,
+    arm: str | None,
+    test_share: float,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Fit temperatures and pool, and show calibration before and after, on questions that were not fitted on.
+
+    Changes nothing: calib optimize --calibrate auto tunes a policy on calibrated probabilities.
+    """
+    import numpy as np
+
+    from calib import show
+    from calib.calibrate import fit
+    from calib.policy import Policy
+    from calib.stages import stages
+
+    outcomes = _load(store, model, datasets, traffic, concurrency)
+    policy = Policy(
+        outcomes.default_threshold if threshold is None else threshold,
+        outcomes.default_mix if mix is None else mix,
+        int(outcomes.budgets[-1]) if think_budget is None else think_budget,
+        arm or outcomes.arms[0],
+    )
+    tuned, held_out = outcomes.split(test_share)
+    fitted = fit(tuned, policy=policy)
+    shown = tuned if held_out is None else held_out
+    before = stages(shown, policy, rng=np.random.default_rng(0))
+    after = stages(shown, fitted.policy(policy), rng=np.random.default_rng(0))
+    if as_json:
+        show.echo_json(
+            {
+                "calibration": fitted.to_dict(),
+                "policy": fitted.policy(policy).to_dict(),
+                "n": shown.n,
+                "held_out": held_out is not None,
+                "before": {name: stage.to_dict() for name, stage in before.items()},
+                "after": {name: stage.to_dict() for name, stage in after.items()},
+                "warnings": list(outcomes.warnings),
+            }
+        )
+    else:
+        show.calibration(fitted, before, after, shown.n, held_out=held_out is not None, warnings=outcomes.warnings)
 
 
 @cli.command(
@@ -939,7 +1025,8 @@ def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) 
 
     with Store.open(store, must_exist=True) as opened:
         document = opened.policy(name)
-    result = module.export(document, out, held_by=held_by)
+        identity = opened.identity(document.get("fingerprints", {}).get("model", ""))
+    result = module.export(document, out, held_by=held_by, server_temperatures=identity.get("temperatures"))
     if as_json:
         show.echo_json(result.to_dict())
     else:

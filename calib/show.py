@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ from calib.target import RATES, Target
 
 if TYPE_CHECKING:
     from calib.audit import Finding
+    from calib.calibrate import Calibration
     from calib.campaign import Campaign
     from calib.crew import Progress
     from calib.doctor import Diagnosis
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from calib.outcomes import Outcomes
     from calib.policy import Evaluation, Policy
     from calib.staged import Headroom, StagedSummary
+    from calib.stages import Stage
     from calib.store import StoreStatus
     from calib.tuning import Tuned
     from calib.why import WhyRow
 
 __all__ = [
     "ProgressLine",
+    "calibration",
     "collected",
     "confirm_headroom",
     "diagnosis",
@@ -259,17 +262,23 @@ def latency_hint(outcomes: Outcomes, arm: str, think_budget: int) -> list[str]:
 def exported(result: Export) -> None:
     """Print what an export wrote and who must hold each knob."""
     click.echo("wrote " + ", ".join(f"{result.folder}/{name}" for name in result.files))
-    rows = [[knob.knob, knob.value, knob.holder, knob.how] for knob in result.knobs]
+    rows = [[knob.knob, _short(knob.value), knob.holder, knob.how] for knob in result.knobs]
     table(["knob", "value", "held by", "how"], rows, left=4)
     for text in result.warnings:
         warn(text)
     if result.done:
         click.echo("done: every knob is held")
     else:
+        free = ", ".join(knob.knob for knob in result.knobs if knob.holder == "nobody")
+        by_client = "" if result.refused else ", or let the clients send decide-defaults.json (--held-by client)"
         click.echo(
-            "NOT DONE: nobody holds the think budget yet. Serve by the gateway (--held-by gateway) or let the clients "
-            "send decide-defaults.json (--held-by client), and export again with that option"
+            f"NOT DONE: nobody holds {free} yet. Serve by the gateway (--held-by gateway){by_client}, and export again "
+            "with that option"
         )
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def confirm_headroom(headroom: Headroom) -> bool:
@@ -545,3 +554,62 @@ def diagnosis(found: Diagnosis) -> None:
     for text in found.problems:
         warn(text)
     click.echo("ok" if found.ok else f"{len(found.problems)} problems")
+
+
+def calibration(
+    fitted: Calibration,
+    before: Mapping[str, Stage],
+    after: Mapping[str, Stage],
+    n: int,
+    *,
+    held_out: bool,
+    warnings: Sequence[str],
+) -> None:
+    """Print which steps were kept, and the calibration of each stage before and after."""
+    rows = [
+        [step.stage, step.name, "kept" if step.kept else "no", f"{step.n:,}", *_gain(step.nll), *_gain(step.brier)]
+        for step in fitted.steps
+    ]
+    columns = [
+        "stage",
+        "step",
+        "",
+        "n",
+        "NLL without",
+        "with",
+        "gain at least",
+        "Brier without",
+        "with",
+        "gain at least",
+    ]
+    table(columns, rows, left=3, title="cross-validated on the tune questions; kept when both gains are above 0")
+    for step in fitted.steps:
+        if step.note:
+            click.echo(f"  {step.stage}, {step.name}: {step.note}")
+    for cell in fitted.cells:
+        click.echo(f"  T = {cell.temperature:.3f} for {cell.stage} of {cell.key} ({cell.rows:,.0f} questions)")
+    click.echo()
+    on = f"{n:,} held-out questions" if held_out else f"{n:,} questions, the ones that were fitted on"
+    shown = [
+        [name, *(f"{number(getter(one))} -> {number(getter(two))}" for getter in _STAGE_NUMBERS)]
+        for (name, one), two in zip(before.items(), after.values(), strict=True)
+    ]
+    table(["stage", "accuracy", "mean top", "ECE", "Brier", "NLL", "AURC"], shown, title=f"before -> after, on {on}")
+    for text in warnings:
+        warn(text)
+    click.echo("next: calib optimize --calibrate auto --target 'p90<10s'")
+
+
+_STAGE_NUMBERS: tuple[Callable[[Stage], float], ...] = (
+    lambda stage: stage.accuracy,
+    lambda stage: stage.mean_top,
+    lambda stage: stage.ece.value,
+    lambda stage: stage.brier.brier,
+    lambda stage: stage.nll,
+    lambda stage: stage.aurc,
+)
+
+
+def _gain(score: tuple[float, float, float]) -> list[str]:
+    without, with_it, bound = score
+    return [number(without), number(with_it), "-" if math.isnan(bound) else f"{bound:+.4f}"]

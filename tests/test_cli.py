@@ -235,6 +235,26 @@ def test_export_and_a_policy_that_the_gateway_can_read(store, tmp_path):
     )
 
 
+def test_calibration_is_fitted_shown_and_tuned_on(store, tmp_path):
+    found = calib_json("calibrate", "--store", store)
+    assert found["held_out"]
+    assert set(found["before"]) == set(found["after"]) == {"p1", "p2", "final"}
+    assert any(step["stage"] == "p2" for step in found["calibration"]["steps"])
+    assert "before -> after" in calib("calibrate", "--store", store).output
+    tuned = calib_json("optimize", "--calibrate", "auto", "--target", "p90<6s", "--name", "c", "--store", store)
+    # p1 is calibrated as it is; p2 says 0.98 and is right nine times of ten: 98^(1/T) = 18
+    assert set(tuned["policy"]["temperatures"]) == {"p2"}
+    assert tuned["policy"]["temperatures"]["p2"]["*"] == pytest.approx(np.log(98) / np.log(18), rel=0.15)
+    other = calib_json("optimize", "--confidence", "margin", "--trials", 3, "--name", "m", "--store", store)
+    assert other["policy"]["confidence"] == "margin"
+    assert other["study"] is None
+    assert any("no study" in text for text in other["warnings"])
+    out = calib_json("export", "m", "--out", tmp_path / "m", "--store", store)
+    assert out["refused"]
+    assert not (tmp_path / "m/serve.env").exists()
+    assert load_policy_file(tmp_path / "m/policy.json").confidence == "margin"
+
+
 def test_curves_and_report_open_without_a_server(store, tmp_path):
     calib("optimize", "--target", "p90<6s", "--name", "drawn", "--store", store)
     files = calib_json("curves", "drawn", "--out", tmp_path / "curves", "--format", "json", "--store", store)["files"]

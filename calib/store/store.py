@@ -160,6 +160,7 @@ class Store:
         fingerprint = sha256(identity.encode()).hexdigest()
         row = {"fingerprint": fingerprint, "name": info.model, "identity": identity, "threshold": float(info.threshold)}
         row |= {"mix": float(info.mix), "simulated": info.simulated}
+        row |= {"thinks_about_scores": info.thinks_about_scores}
         with self._writing() as conn:
             schema.insert(conn, schema.models, [row], replace_by=["fingerprint"])
         return fingerprint
@@ -168,6 +169,13 @@ class Store:
         """Registered models, in the order of registration."""
         with self._reading() as conn:
             return _models(conn)
+
+    def identity(self, fingerprint: str) -> dict[str, Any]:
+        """All that can change an answer of a registered model; empty for one that is not there."""
+        with self._reading() as conn:
+            table = schema.models
+            found = conn.execute(sa.select(table.c.identity).where(table.c.fingerprint == fingerprint)).scalar()
+        return {} if found is None else dict(json.loads(found))
 
     def _number(self, conn: sa.Connection, fingerprint: str) -> int:
         if fingerprint not in self._numbers:
@@ -510,7 +518,8 @@ def load_outcomes(
 
 def _models(conn: sa.Connection, *, answered: bool = False) -> list[ModelRow]:
     m = schema.models
-    statement = sa.select(m.c.n, m.c.fingerprint, m.c.name, m.c.threshold, m.c.mix, m.c.simulated).order_by(m.c.n)
+    columns = (m.c.n, m.c.fingerprint, m.c.name, m.c.threshold, m.c.mix, m.c.simulated, m.c.thinks_about_scores)
+    statement = sa.select(*columns).order_by(m.c.n)
     if answered:
         statement = statement.where(sa.exists().where(schema.answers.c.model == m.c.n))
     return [ModelRow(*row) for row in conn.execute(statement)]
