@@ -560,7 +560,7 @@ async def collect(
     await asker.ask_all("rotated", lacking("rotated", rotatable), concurrency)
     await asker.ask_all("load", lacking("load", chosen), 1)
     seed, notes = getattr(engine, "seed", None), []
-    thinkers = [question for question in chosen if question.kind != "score"]
+    thinkers = [question for question in chosen if info.can_think_about(question)]
     if not asker.budget:
         notes.append("no --budgets: no thought was asked again")
     elif type(seed) is int:

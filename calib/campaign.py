@@ -30,12 +30,16 @@ from calib.engine.vllm import VllmEngine
 from calib.errors import CalibError
 from calib.launch import launched, needs_launch
 from calib.passes import PassReport
-from calib.questions import Question
+from calib.questions import Question, split_key, split_position, text_hash
+from calib.sampling import place
 from calib.staged import Confirm, StagedSummary
 from calib.store import Store, load_outcomes
 from calib.tuning import Demand
 
 __all__ = ["Campaign", "Options", "collect", "connect", "groups", "run"]
+
+COMPARED = 30
+"""Questions on which a decide server is compared with its base model."""
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +159,17 @@ class Campaign:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-async def connect(arm: Arm, urls: Sequence[str], options: Options) -> Engine:
+async def connect(
+    arm: Arm,
+    urls: Sequence[str],
+    options: Options,
+    questions: Sequence[Question] = (),
+    say: Callable[[str], None] = log.info,
+) -> Engine:
     """The engine of an arm: of one address, or several that share its work.
+
+    A decide server that is asked for several budgets reads the smaller ones on its base model, where one answers on
+    the same address and gives the server's own answers to some of the ``questions``.
 
     Raises
     ------
@@ -176,7 +189,19 @@ async def connect(arm: Arm, urls: Sequence[str], options: Options) -> Engine:
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
+    for engine in engines:
+        if isinstance(engine, DecideEngine) and len(set(options.budgets)) > 1:
+            engine.offer_ladder(_to_compare(questions, options.demand.test_share), say)
     return engines[0] if len(engines) == 1 else EnginePool(engines)
+
+
+def _to_compare(questions: Sequence[Question], test_share: float) -> list[Question]:
+    """A random sample, of the test side first: latency passes want questions new to a server, and take none there."""
+
+    def order(question: Question) -> tuple[bool, float]:
+        return split_position(split_key(question)) >= test_share, place(text_hash(question), "compared")
+
+    return sorted((question for question in questions if question.kind != "score"), key=order)[:COMPARED]
 
 
 def groups(arms: Sequence[Arm]) -> list[list[Arm]]:
@@ -195,14 +220,18 @@ def groups(arms: Sequence[Arm]) -> list[list[Arm]]:
 
 @contextlib.asynccontextmanager
 async def _opened(
-    arms: Sequence[Arm], options: Options, log_dir: str, say: Callable[[str], None]
+    arms: Sequence[Arm],
+    options: Options,
+    questions: Sequence[Question],
+    log_dir: str,
+    say: Callable[[str], None],
 ) -> AsyncIterator[dict[str, Engine]]:
     """Engines of one group, by arm."""
     async with contextlib.AsyncExitStack() as stack:
         engines: dict[str, Engine] = {}
         for arm in arms:
             served = await stack.enter_async_context(launched(arm, log_dir=log_dir, say=say))
-            engine = await connect(arm, served.urls, options)
+            engine = await connect(arm, served.urls, options, questions, say)
             stack.push_async_callback(engine.close)
             engines[arm.name] = engine
         yield engines
@@ -237,7 +266,7 @@ async def collect(
         See `calib.staged.collect`. When it says no, neither passes nor audits are made.
     progress : callable, optional
     say : callable
-        Gets lines about servers that are started and stopped.
+        Gets lines about servers that are started and stopped, and about how they are asked.
     stop : asyncio.Event, optional
         Stops cleanly once set.
     log_dir : path, optional
@@ -257,7 +286,7 @@ async def collect(
         for group in groups(arms):
             if one.stop.is_set() or one.declined:
                 break
-            async with _opened(group, options, at, say) as engines:
+            async with _opened(group, options, questions, at, say) as engines:
                 await one.group(group, engines)
     return one.result()
 
@@ -341,6 +370,7 @@ class _Running:
         o = self.options
         share = o.demand.test_share
         timed = o.latency_sample and not passes.takes_salt(engine)
+        info = self.infos[arm.name]
         self.stages = await staged.collect(
             self.questions,
             arm.name,
@@ -353,7 +383,9 @@ class _Running:
             budget_gpu_minutes=o.budget_gpu_minutes,
             pilot=o.pilot,
             part=o.part,
-            reserved=passes.reserve(self.questions, o.latency_sample, self._loads(), test_share=share) if timed else (),
+            reserved=passes.reserve(self.questions, o.latency_sample, self._loads(), info, test_share=share)
+            if timed
+            else (),
             retry_failed=o.retry_failed,
             keep_text=o.keep_text,
             pause_when_waiting=o.pause_when_waiting,

@@ -1035,6 +1035,26 @@ def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) 
 
 @cli.command(
     epilog=_examples(
+        "calib app --store runs.db",
+        "calib app --store runs.db --config-dir serve/ --port 8600",
+        "CALIB_APP_TOKEN=... calib app --host 0.0.0.0 --token-env CALIB_APP_TOKEN --read-only",
+    )
+)
+@click.option("--port", default=8501, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--config-dir", metavar="DIR", help="Where a chosen policy may be written; writes go only below it.")
+@click.option("--read-only", is_flag=True, help="Hide all writing.")
+@click.option("--token-env", metavar="NAME", help="Environment variable with the token; needed off loopback.")
+@_store
+def app(port: int, host: str, config_dir: str | None, read_only: bool, token_env: str | None, store: str) -> None:
+    """Open the dashboard: curves per dataset, choose an operating point, see who flips, write it back."""
+    from calib.app import run_app
+
+    run_app(store, port, config_dir, read_only, host, token_env)
+
+
+@cli.command(
+    epilog=_examples(
         "calib serve --policy serve/policy.json --upstream http://127.0.0.1:8000 --port 8080",
         "calib serve --engine simulated --profile gev-validation --port 8000",
         "calib serve --engine simulated --profile gev-validation --policy serve/policy.json",

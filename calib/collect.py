@@ -194,11 +194,12 @@ def plan_jobs(
     coverage: Mapping[tuple[str, str], Covered],
     budgets: Sequence[int],
     retry_failed: bool,
+    info: EngineInfo,
 ) -> Plan:
     """What each question lacks: answers, or seconds of this arm at this concurrency."""
     plan = Plan()
     for question in questions:
-        ladder = set() if question.kind == "score" else set(budgets)  # a level cannot be thought about
+        ladder = set(budgets) if info.can_think_about(question) else set()
         system1 = True
         covered = coverage.get((question.dataset, question.id))
         if covered is not None:
@@ -288,7 +289,7 @@ async def collect(
             info = infos[arm]
             fingerprint = await on_disk(store.register_model, info)
             coverage = await on_disk(store.coverage, fingerprint, arm, concurrency=concurrency)
-            plan = plan_jobs(questions, coverage, ladder, retry_failed)
+            plan = plan_jobs(questions, coverage, ladder, retry_failed, info)
             brake = None if pause_when_waiting is None else Brake(engine, pause_when_waiting)
             crew = Crew(
                 arm,

@@ -24,7 +24,7 @@ import numpy as np
 
 from calib.busyness import counters_of, running
 from calib.crew import Progress
-from calib.engine.base import Answer, AskFailed, Engine, PartlyFailed, ServerBusy
+from calib.engine.base import Answer, AskFailed, Engine, EngineInfo, PartlyFailed, ServerBusy
 from calib.engine.prometheus import ServerCounters, between
 from calib.errors import CalibError
 from calib.questions import Question, split_key, split_position, text_hash
@@ -86,7 +86,7 @@ def takes_salt(engine: Engine) -> bool:
 
 
 def reserve(
-    questions: Iterable[Question], sample: int, concurrencies: Sequence[int], *, test_share: float
+    questions: Iterable[Question], sample: int, concurrencies: Sequence[int], info: EngineInfo, *, test_share: float
 ) -> list[Question]:
     """Questions that an arm is not asked before its latency passes, where its server takes no salt.
 
@@ -97,6 +97,8 @@ def reserve(
         Of one pass.
     concurrencies : sequence of int
         Each pass has questions of its own.
+    info : EngineInfo
+        Who is asked.
     test_share : float
         None of the test side: it is a random sample, and these are not.
 
@@ -105,7 +107,7 @@ def reserve(
     list of Question
         An even share of each dataset, at most a fifth of the questions that can be thought about.
     """
-    there = [q for q in questions if q.kind != "score" and split_position(split_key(q)) >= test_share]
+    there = [q for q in questions if info.can_think_about(q) and split_position(split_key(q)) >= test_share]
     return _spread(there)[: min(sample * len(concurrencies), len(there) // 5)]
 
 
@@ -184,13 +186,14 @@ async def collect(
     if unknown := [arm for arm in chosen if arm not in arms]:
         raise CalibError(f"arm {unknown[0]!r} does not run; there are: {', '.join(arms)}")
     stop = stop or asyncio.Event()
-    there = [q for q in questions if q.kind != "score" and split_position(split_key(q)) >= test_share]
+    infos = {arm: await arms[arm].info() for arm in chosen}
+    thinkable = [q for q in questions if all(info.can_think_about(q) for info in infos.values())]
+    there = [q for q in thinkable if split_position(split_key(q)) >= test_share]
     if not there:
         raise CalibError("no question of the tune side can be thought about: nothing to time")
     reports: list[PassReport] = []
     for arm in chosen:
-        info = await arms[arm].info()
-        fingerprint = await asyncio.to_thread(store.register_model, info)
+        fingerprint = await asyncio.to_thread(store.register_model, infos[arm])
         await asyncio.to_thread(partial(store.add_questions, keep_text=keep_text), questions)
         for concurrency in dict.fromkeys(concurrencies):
             if stop.is_set():

@@ -525,7 +525,7 @@ class _Staged:
             rounds=tuple(self.rounds),
             ended=ended,
             thoughts=sum(asked[name] for name in self.by_name if name in asked),
-            questions=sum(question.kind != "score" for question in self.questions),
+            questions=sum(self.info.can_think_about(question) for question in self.questions),
             tokens=self.tokens,
             gpu_hours=self.gpu_seconds / 3600,
             interrupted=self.stop.is_set() and not self.complete,
@@ -577,7 +577,7 @@ class _Staged:
     async def _system1(self) -> None:
         coverage = await self.on_disk(self.store.coverage, self.fingerprint, self.arm, concurrency=self.concurrency)
         questions = [q for q in self.questions if (q.dataset, q.id) not in self.reserved]
-        plan = plan_jobs(questions, coverage, (), self.retry_failed)
+        plan = plan_jobs(questions, coverage, (), self.retry_failed, self.info)
         crew = await self._ask(plan.jobs, "system1", already=plan.already + plan.failed_before, pass_number=0)
         self._add(crew, plan.already, plan.failed_before)
 
@@ -687,7 +687,7 @@ class _Staged:
         nothing = Covered(False, frozenset(), False, frozenset(), frozenset(), False)
         found = {}
         for name, question in self.by_name.items():
-            if question.kind != "score":
+            if self.info.can_think_about(question):
                 covered = coverage.get(name, nothing)
                 if covered.system1:
                     found[name] = set(self.ladder) <= covered.budgets | (frozenset() if again else covered.failed)
@@ -711,10 +711,10 @@ def strata(questions: Sequence[Question], system1: Outcomes, *, test_share: floa
     wrong = (metrics.chosen(system1.p1) != system1.answer).tolist()
     names = zip(system1.dataset.tolist(), system1.ids.tolist(), strict=True)
     rows = []
-    for name, number, errs in zip(names, band, wrong, strict=True):
+    for name, number, errs, thinkable in zip(names, band, wrong, system1.can_think.tolist(), strict=True):
         if (question := by_name.get(name)) is not None:
             test = split_position(split_key(question)) < test_share
-            if test or question.kind != "score":  # a level cannot be thought about: it stands for itself
+            if test or thinkable:  # what cannot be thought about stands for itself
                 rows.append(Planned(*name, part, test, number, errs))
     return rows
 

@@ -21,6 +21,7 @@ from calib.arms import Arm, arm_of
 from calib.campaign import Campaign, Options
 from calib.collect import choose, parse_shard
 from calib.crew import Progress
+from calib.engine.prompts import DECIDE_PROMPT, DEFAULT_PROMPT
 from calib.errors import CalibError
 from calib.policy import Policy, evaluate
 from calib.questions import Question
@@ -30,6 +31,8 @@ from calib.target import parse_targets
 from calib.tuning import Demand
 from tests.misbehaving import MisbehavingServer, questions
 from tests.postgres import postgres, postgres_server  # noqa: F401 - fixtures
+from tests.test_engine_ladder import DecideLike
+from tests.test_engine_ladder import questions as ladder_questions
 
 ASKED = questions(200)
 QUICK = Options(budgets=(300, 2000), concurrency=8, pilot=40, latency_sample=10, retries=1)
@@ -153,6 +156,40 @@ async def test_a_target_is_looked_at_between_rounds(store: Store) -> None:
         assert found.stages is not None
         assert found.stages.ended == "certified"
         assert found.stages.thoughts < 200
+
+
+async def test_smaller_budgets_are_read_on_a_base_model_that_gives_the_same_answers(store: Store) -> None:
+    asked = ladder_questions(60)
+    options = Options(**(vars(QUICK) | {"budgets": (4, 15, 400), "everything": True}))
+    async with DecideLike(DECIDE_PROMPT) as own, DecideLike(DEFAULT_PROMPT) as other:
+        for server, verdict in ((own, "read from cuts"), (other, "asked one by one")):
+            said: list[str] = []
+            arms = [arm_of("base", server.url)]
+            with Store.open(store.location + verdict[:4]) as fresh:
+                await collected(fresh, arms, asked, options, say=said.append)
+                outcomes = load_outcomes(fresh)
+                assert (outcomes.n, outcomes.budgets.tolist()) == (60, [4, 15, 400])
+                thoughts = len(server.asked_to_think)
+                await collected(fresh, arms, asked, options, say=said.append)
+                assert len(server.asked_to_think) == thoughts  # nothing is asked, so nothing is compared
+            assert sum(verdict in line for line in said) == 1
+        assert own.asked_to_think == [400] * 90  # 30 to compare, and one a question
+        assert other.asked_to_think.count(400) == 90
+        assert other.asked_to_think.count(4) > 50
+
+
+async def test_a_decide_server_without_a_base_model_is_asked_quietly(store: Store) -> None:
+    async with MisbehavingServer() as base:
+        said: list[str] = []
+        await collected(
+            store,
+            [arm_of("base", base.url)],
+            ASKED[:40],
+            Options(**(vars(QUICK) | {"everything": True})),
+            say=said.append,
+        )
+        assert said == []
+        assert {body["think_budget"] for body in base.asked if body["thinking"] == "on"} == {300, 2000}
 
 
 # --- from the command line's side -------------------------------------------------------------------------------------

@@ -147,6 +147,32 @@ async def test_a_thought_that_cannot_be_read_again_is_asked_for(pair: Any, text:
     assert server.asked_to_think == [400, 2, 1]
 
 
+async def test_an_offer_is_taken_before_the_first_question_with_several_budgets(pair: Any) -> None:
+    server, decide, _ = await pair()
+    asked, said = questions(24), []
+    decide.offer_ladder(asked, said.append)
+    await decide.ask(asked[0], (400,))
+    assert (server.asked_to_think, server.asked, said) == ([400], [], [])
+    answers = await asyncio.gather(*(decide.ask(question, BUDGETS) for question in asked[:4]))
+    assert server.asked_to_think == [400] * (1 + 24 + 4)  # one comparison, and one thought a question
+    assert [answer.budgets for answer in answers] == [BUDGETS] * 4
+    (line,) = said
+    assert line.startswith(server.url)
+    assert "own answer on 24 of 24 questions" in line
+
+
+async def test_an_offer_of_another_prompt_is_declined_aloud_and_one_of_few_questions_not_made(pair: Any) -> None:
+    server, decide, _ = await pair(DEFAULT_PROMPT)
+    said: list[str] = []
+    decide.offer_ladder([question for question in questions(60) if question.kind == "choice"], said.append)
+    await decide.ask(questions(1)[0], (1, 400))
+    assert "are asked one by one" in said[0]
+    assert server.asked_to_think == [400] * 31 + [1]
+    decide.offer_ladder(questions(19), said.append)
+    await decide.ask(questions(1)[0], (1, 400))
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(
     ("n", "agreeing", "failed", "accepted"),
     [(30, 27, 0, True), (30, 26, 0, False), (19, 19, 0, False), (27, 27, 3, True), (26, 26, 4, False)],

@@ -16,7 +16,7 @@ from calib import passes, staged
 from calib.busyness import Brake, counters_of, running
 from calib.collect import collect as collect_all
 from calib.crew import Progress
-from calib.engine.base import Answer, AskFailed
+from calib.engine.base import Answer, AskFailed, EngineInfo
 from calib.engine.decide import DecideEngine
 from calib.engine.http import HttpClient
 from calib.engine.pool import EnginePool
@@ -29,6 +29,8 @@ from tests.scripted import ScriptedEngine
 
 ASKED = questions(300)
 QUICK: dict = {"budgets": (600,), "patience_s": 0.05, "poll_s": 0.01}
+INFO = EngineInfo("scripted", {})
+ABLE = EngineInfo("scripted", {}, thinks_about_scores=True)
 
 
 @pytest.fixture
@@ -120,19 +122,21 @@ def timed(kind: type[Timed] = Timed, metrics: Metrics | None = None) -> Timed:
 
 def test_what_is_reserved_is_an_even_share_of_the_tune_side() -> None:
     both = ASKED + questions(100, dataset="other") + questions(50, dataset="levels", kind="score")
-    kept = reserve(both, 20, (1, 8), test_share=0.3)
+    kept = reserve(both, 20, (1, 8), INFO, test_share=0.3)
     counts = Counter(question.dataset for question in kept)
     assert len(kept) == 40
     assert counts["small"] == pytest.approx(30, abs=2)
     assert all(split_position(split_key(question)) >= 0.3 for question in kept)
-    assert reserve(both, 10, (1, 8), test_share=0.3) == kept[:20]
-    few = reserve(ASKED[:40], 100, (1,), test_share=0.3)
+    assert reserve(both, 10, (1, 8), INFO, test_share=0.3) == kept[:20]
+    assert not any(question.kind == "score" for question in kept)
+    assert any(question.kind == "score" for question in reserve(both, 20, (1, 8), ABLE, test_share=0.3))
+    few = reserve(ASKED[:40], 100, (1,), INFO, test_share=0.3)
     assert 3 <= len(few) <= 40 // 5  # at most a fifth
 
 
 async def test_each_pass_has_questions_of_its_own_that_the_server_does_not_know(store: Store) -> None:
     engine = timed()
-    reserved = reserve(ASKED, 15, (1, 4), test_share=0.3)
+    reserved = reserve(ASKED, 15, (1, 4), INFO, test_share=0.3)
     options: dict = {"budgets": (600,), "concurrency": 4, "pilot": 40}
     await staged.collect(ASKED, "base", engine, store, confirm=lambda _: False, reserved=reserved, **options)
     known = {question.id for question, *_ in engine.asked}
@@ -273,6 +277,17 @@ async def test_what_cannot_be_checked_is_said(store: Store, servers: list[Metric
     assert "'mtp' has no /metrics" in report.note
     assert np.isnan(await running(arms["mtp"]))
     assert await counters_of(timed()) is None
+
+
+async def test_score_questions_are_timed_where_the_engine_can_think_about_them(store: Store) -> None:
+    engine = timed()
+    engine.thinks_about_scores = True
+    engine.p1, engine.p2 = (lambda q: truth(q.question, 6)[0]), (lambda q, _: truth(q.question, 6)[1])
+    levels = questions(40, dataset="levels", kind="score")
+    (one,) = await passes.collect(levels, {"base": engine}, store, concurrencies=(4,), **QUICK)
+    assert (one.state, one.failed) == ("done", 0)
+    assert one.timed > 0
+    assert all(budgets for _, budgets, *_ in engine.asked)
 
 
 @pytest.mark.parametrize(

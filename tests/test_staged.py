@@ -171,6 +171,36 @@ async def test_score_questions_stand_for_themselves_and_keep_the_test_side_even(
     assert load_outcomes(store).n == 400
 
 
+async def test_score_questions_are_thought_about_like_others_where_the_engine_can(store: Store) -> None:
+    levels = questions(200, dataset="levels", kind="score")
+
+    def p(question: Question, *_: int) -> Sequence[float]:
+        return truth(question.question, len(question.options))[0]
+
+    one = ScriptedEngine(p1=p, p2=p, simulated=False, thinks_about_scores=True)
+    found = await staged.collect(
+        levels,
+        "base",
+        one,
+        store,
+        budgets=(600,),
+        concurrency=8,
+        pilot=60,
+        settled=lambda o: "x" if o.n > 100 else None,
+    )
+    assert 100 < found.thoughts < found.questions == 200
+    outcomes = load_outcomes(store)
+    assert outcomes.n == found.thoughts  # those without a thought are left out, and stood for
+    assert outcomes.can_think.all()
+    tuned_on, test = outcomes.split(0.3)
+    assert test is not None
+    assert tuned_on.weight.max() > 1
+    assert test.unweighted
+    assert tuned_on.weight.sum() == pytest.approx((~load_outcomes(store, budgets=[]).test_mask(0.3)).sum())
+    await collect_all(levels, {"base": one}, store, budgets=(600,), concurrency=8)
+    assert np.isfinite(load_outcomes(store).p2[:, 0, 0]).sum() == 200
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"budgets": ()}, "--budgets"), ({"budgets": (0,)}, "--budgets"), ({"concurrency": 0}, "--concurrency")],

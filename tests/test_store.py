@@ -160,8 +160,21 @@ def test_an_older_store_is_migrated_and_a_newer_one_refused(tmp_path, monkeypatc
     raw = sqlite3.connect(path)
     assert raw.execute("SELECT name, note FROM policies").fetchall() == [("best", None)]
     raw.close()
-    with pytest.raises(CalibError, match=r"schema version 3, this calib knows up to 2; upgrade: pip install"):
+    with pytest.raises(CalibError, match=r"schema version 4, this calib knows up to 3; upgrade: pip install"):
         Store.open(path)
+
+
+def test_a_store_of_the_second_version_gets_whether_scores_are_thought_about(tmp_path):
+    path = tmp_path / "s.db"
+    with Store.open(path) as first:
+        first.register_model(INFO)
+    raw = sqlite3.connect(path)
+    raw.executescript("ALTER TABLE models DROP COLUMN thinks_about_scores; UPDATE calib_schema SET version = 2")
+    raw.close()
+    with Store.open(path) as opened:
+        assert not opened.models()[0].thinks_about_scores
+        opened.register_model(replace(INFO, thinks_about_scores=True))
+        assert opened.models()[0].thinks_about_scores
 
 
 def test_a_store_of_the_first_version_gets_the_stages(tmp_path):
@@ -649,6 +662,16 @@ def test_score_questions_think_only_where_the_server_can(store, model):
     assert o.tokens[:, 0].tolist() == [0, 8, 8, 0, 8]
     assert o.has_latency("base")
     assert evaluate(o, Policy(1.1, 0.5, 8)).unanswered == 1
+
+
+def test_score_questions_are_as_others_of_a_model_that_thinks_about_them(store):
+    able = store.register_model(replace(INFO, identity={"model": "able"}, thinks_about_scores=True))
+    score = {"kind": "score", "options": ("0", "1")}
+    add(store, able, (question(0, **score), answer(p2={8: (1, 0)}, t2=[1.0])), (question(1, **score), answer()))
+    o = load_outcomes(store)
+    assert (o.ids.tolist(), o.can_think.tolist()) == (["0"], [True])
+    assert "left out 1 question" in o.warnings[0]
+    assert load_outcomes(store, budgets=[]).can_think.tolist() == [True, True]
 
 
 # --- coverage and status ----------------------------------------------------------------------------------------------

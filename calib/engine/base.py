@@ -77,6 +77,8 @@ class EngineInfo:
         True when no real model answers. The mark follows every number.
     raw : mapping
         The server's own description, as received.
+    thinks_about_scores : bool
+        Whether questions of the kind score can be thought about; those of the other kinds always can.
     """
 
     model: str
@@ -85,6 +87,11 @@ class EngineInfo:
     mix: float = 0.5
     simulated: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
+    thinks_about_scores: bool = False
+
+    def can_think_about(self, question: Question) -> bool:
+        """Whether System 2 can be asked."""
+        return question.kind != "score" or self.thinks_about_scores
 
 
 class AskFailed(Exception):  # noqa: N818 - a finding that is kept with its reason, not a programming error

@@ -6,14 +6,16 @@ retries and clocks of HTTP (`calib.engine.http`), what is asked and kept (`calib
 How one question with several budgets becomes one thought: the largest budget is asked first, with both systems' parts
 shown (``debug``). The server derives its sampling seed from the question, so a smaller budget cuts the same thought;
 one that holds all of the tokens used needs no request, each other one is a ``system2_only`` request. Where the server's
-base model can be asked too and gives the same answers (`DecideEngine.try_ladder`), the smaller ones are read there from
-cuts of the thought instead, which costs a read and not a thought each.
+base model can be asked too and gives the same answers (`DecideEngine.offer_ladder`), the smaller ones are read there
+from cuts of the thought instead, which costs a read and not a thought each.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from calib.engine.base import Answer, AskFailed, EngineInfo, PartlyFailed
 from calib.engine.http import UNREACHABLE, HttpClient, Reply, shorten
 from calib.engine.ladder import LadderCheck, Rungs
+from calib.engine.prompts import DECIDE_PROMPT
 from calib.engine.vllm import VllmEngine
 from calib.errors import CalibError
 from calib.questions import SCORE_LEVELS, Question
@@ -50,6 +53,9 @@ _CLOCK_TOLERANCE = 1e-3
 """Seconds by which the server's clock may run ahead of ours."""
 
 _HUGE = 1e300
+_COMPARED_AT_A_TIME = 8
+
+log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float64]
 
@@ -83,6 +89,8 @@ class DecideEngine:
         self.client = client or HttpClient(root, **options)
         self._info: EngineInfo | None = None
         self._ladder: VllmEngine | None = None
+        self._offer: tuple[tuple[Question, ...], Callable[[str], None]] | None = None
+        self._comparing = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"DecideEngine({self.client.url!r})"
@@ -122,6 +130,8 @@ class DecideEngine:
             raise CalibError(f"a think budget must be 1 token or more, got {ladder[0]}")
         _check_levels(question)
         info = self._info or await self.info()
+        if len(ladder) > 1 and self._offer is not None:
+            await self._take_offer(ladder[-1])
         if not ladder:
             return await self._system1(question, info) if system1 else _answer(None, math.nan, {})
         p1, t1 = None, math.nan
@@ -147,6 +157,35 @@ class DecideEngine:
             raise PartlyFailed(failure, _answer(p1, t1, thoughts))
         return _answer(p1, t1, thoughts)
 
+    def offer_ladder(self, questions: Sequence[Question], say: Callable[[str], None] = log.info) -> None:
+        """Compare with the base model on the same address before the first question with several budgets.
+
+        A server without one, which is not stock vLLM then, is asked budget by budget and nothing is said.
+
+        Parameters
+        ----------
+        questions : sequence of Question
+            About 30 that can think; fewer than `LadderCheck.FEWEST` decide nothing and are not asked.
+        say : callable
+            Gets the outcome, one line.
+        """
+        able = tuple(question for question in questions if question.kind != "score")
+        self._offer = (able, say) if len(able) >= LadderCheck.FEWEST else None
+
+    async def _take_offer(self, budget: int) -> None:
+        async with self._comparing:  # whoever comes meanwhile waits for the outcome
+            if self._offer is None:
+                return
+            questions, say = self._offer
+            base = VllmEngine(self.client.url, client=self.client, prompt=DECIDE_PROMPT, label_mass=False)
+            try:
+                await base.info()
+            except CalibError as error:
+                log.debug("no base model to read on: %s", error)
+            else:
+                say(f"{self.client.url}: {await self.try_ladder(base, questions, budget)}")
+            self._offer = None
+
     async def try_ladder(self, base: VllmEngine, questions: Sequence[Question], budget: int) -> LadderCheck:
         """Compare System 2 as the server reads it with the same thoughts read on its base model.
 
@@ -165,18 +204,22 @@ class DecideEngine:
         info = self._info or await self.info()
         differences: list[float] = []
         agreeing = failed = 0
-        for question in questions:
-            if question.kind == "score":
-                continue
-            try:
-                whole = await self._system2(question, budget, info, keep_text=True)
-                (reading,) = (await _read_again(base, question, whole, (budget,))).readings
-            except AskFailed:
-                failed += 1
-                continue
-            differences.append(float(np.abs(reading.p - whole.p2).max()))
-            same = reading.p.argmax() == whole.p2.argmax()
-            agreeing += bool(same and differences[-1] <= LadderCheck.TOLERANCE)
+        slots = asyncio.Semaphore(_COMPARED_AT_A_TIME)
+
+        async def compare(question: Question) -> None:
+            nonlocal agreeing, failed
+            async with slots:
+                try:
+                    whole = await self._system2(question, budget, info, keep_text=True)
+                    (reading,) = (await _read_again(base, question, whole, (budget,))).readings
+                except AskFailed:
+                    failed += 1
+                    return
+            difference = float(np.abs(reading.p - whole.p2).max())
+            differences.append(difference)
+            agreeing += bool(reading.p.argmax() == whole.p2.argmax() and difference <= LadderCheck.TOLERANCE)
+
+        await asyncio.gather(*(compare(question) for question in questions if question.kind != "score"))
         check = LadderCheck(len(differences), agreeing, max(differences, default=math.nan), failed)
         self._ladder = base if check.accepted else None
         return check

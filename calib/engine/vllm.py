@@ -378,7 +378,8 @@ class VllmEngine:
             "marks": asdict(marks),
             "notes": notes,
         }
-        info = EngineInfo(described["id"], self._identity(described, marks, rendering), raw=raw)
+        identity = self._identity(described, marks, rendering)
+        info = EngineInfo(described["id"], identity, raw=raw, thinks_about_scores=True)
         setup = _Setup(info, room, marks, end[0], opening, tail, finder, ladder)
         raw["system1_label_mass"] = await self._masses(setup)
         notes += _remarks(raw)

@@ -278,8 +278,9 @@ def _read_grid(conn: sa.Connection, model: ModelRow, q: _Questions) -> _Grid:
 
     asked = answered.copy()
     failures: list[tuple[int, int, str, int, float | None]] = []
-    # not score questions without any p2: the server cannot think about them
-    can_think = np.array([kind != "score" for kind in q.kind[q.first].tolist()]) | answered.any(axis=(0, 2))
+    # score questions only where the server can think about them: it says so, or an import holds some p2
+    scores = np.array([kind == "score" for kind in q.kind[q.first].tolist()])
+    can_think = ~scores | model.thinks_about_scores | answered.any(axis=(0, 2))
     for key, arm, budget, load, seconds, reason in failed:
         text = q.number.get(key)
         if text is None or budget == schema.SYSTEM1:

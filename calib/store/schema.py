@@ -76,6 +76,7 @@ models = sa.Table(
     sa.Column("threshold", sa.Double, nullable=False),
     sa.Column("mix", sa.Double, nullable=False),
     sa.Column("simulated", sa.Boolean, nullable=False),
+    sa.Column("thinks_about_scores", sa.Boolean, nullable=False, server_default=sa.false()),
 )
 
 questions = sa.Table(
@@ -268,6 +269,8 @@ class ModelRow:
         The server's own defaults.
     simulated : bool
         Whether no real model answers.
+    thinks_about_scores : bool
+        Whether questions of the kind score can be thought about.
     """
 
     n: int
@@ -276,6 +279,7 @@ class ModelRow:
     threshold: float
     mix: float
     simulated: bool
+    thinks_about_scores: bool
 
 
 # --- version ----------------------------------------------------------------------------------------------------------
@@ -290,7 +294,13 @@ def _add_stages(conn: sa.Connection) -> None:
         table.create(conn, checkfirst=True)
 
 
-MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (_create, _add_stages)
+def _add_thinks_about_scores(conn: sa.Connection) -> None:
+    name = models.c.thinks_about_scores.name
+    if name not in {column["name"] for column in sa.inspect(conn).get_columns(models.name)}:
+        conn.execute(sa.text(f"ALTER TABLE {models.name} ADD COLUMN {name} BOOLEAN DEFAULT false NOT NULL"))
+
+
+MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (_create, _add_stages, _add_thinks_about_scores)
 """Step i brings a store from version i to i + 1. Append, never edit. The first makes the tables as they are now, so a
 later step looks first (``sqlalchemy.inspect``) whether a new store has its change already."""
 

@@ -53,7 +53,7 @@ def reference_model(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder / "main"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serve(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Serves a model folder and gives its address; a server of another one is stopped, for two cores hold one."""
     running: list[subprocess.Popen[bytes]] = []

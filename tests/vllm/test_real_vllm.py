@@ -6,12 +6,9 @@ Install first: tests/vllm/install.sh. Then: pytest tests/vllm -m vllm
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +19,7 @@ from calib.engine.prometheus import between, snapshot
 from calib.engine.prompts import read_prompt
 from calib.engine.vllm import VllmEngine
 from calib.questions import NOUL_OPTIONS, SCORE_LEVELS, Question
+from tests.vllm.reference import PROMPT, reference_questions
 
 pytestmark = pytest.mark.vllm
 
@@ -119,33 +117,15 @@ async def test_the_ladder_on_a_random_model(
         await engine.close()
 
 
-def _questions(shared: Path, n: int) -> list[Question]:
-    """Questions of the reference model's ten tasks."""
-    spec = importlib.util.spec_from_file_location("reference_tasks", shared / "reference" / "tasks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tasks: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tasks)
-    questions = []
-    for i in range(n):
-        task = tasks.FAMS[i % len(tasks.FAMS)](random.Random(9000 + i))
-        noul = task["kind"] == "noul"  # there yes stands first, here false
-        options = NOUL_OPTIONS if noul else tuple(task["options"])
-        answer = 1 - task["answer"] if noul else task["answer"]
-        dataset, kind, state, asked = (task[name] for name in ("dataset", "kind", "state", "question"))
-        questions.append(Question(str(i), dataset, kind, state, asked, options, answer))
-    return questions
-
-
 async def test_thinking_helps_a_model_that_thinks(
     serve: Callable[..., str], reference_model: Path, shared: Path
 ) -> None:
     engine = VllmEngine(
         serve(reference_model),
-        prompt=read_prompt(Path(__file__).with_name("reference_prompt.toml")),
+        prompt=read_prompt(PROMPT),
         sampling={"temperature": 0.6},
     )
-    questions = _questions(shared, 150)
+    questions = reference_questions(shared, 150)
     slots = asyncio.Semaphore(8)
 
     async def ask(question: Question) -> Answer:
