@@ -488,7 +488,7 @@ def _value(target: Target, score: Evaluation, outcomes: Outcomes) -> tuple[float
         # macro F1 has no value in a dataset without a fixed label set, which `worst` passes over as `Target` does
         if target.worst and math.isnan(here) and not target.is_latency:
             continue
-        if part.slack(here) < least:
+        if of is None or part.slack(here) < least:
             least, value, of = part.slack(here), here, where
     return value, of is not None and least >= 0, of
 

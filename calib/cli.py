@@ -47,7 +47,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CalibError as error:
-            click.echo(click.style("error: ", fg="red") + str(error), err=True)
+            text = "".join(char if char.isprintable() or char == "\n" else "?" for char in str(error))
+            click.echo(click.style("error: ", fg="red") + text, err=True)
             ctx.exit(error.exit_code)
 
 
@@ -177,7 +178,7 @@ def _filled(store: str) -> Iterator[Store]:
     from calib.store import Store
 
     new = "://" not in store and not os.path.exists(store)  # noqa: PTH110 - pathlib is not loaded for this
-    empty = False
+    empty = True
     try:
         with Store.open(store) as opened:
             try:
@@ -529,7 +530,7 @@ def import_(
         show.echo_json(summary.to_dict())
         return
     for line in summary.lines():
-        click.echo(line)
+        click.echo(show.printable(line))
     for text in summary.warnings:
         show.warn(text)
     click.echo(f"next: calib optimize --store {store} --target 'p90<10s'")
@@ -756,6 +757,7 @@ def optimize(
     from calib import audit, show
     from calib.policy import Cost
     from calib.store import Store
+    from calib.study import check_study, default_storage, run_study
     from calib.target import parse_targets
     from calib.tuning import Demand, tune
 
@@ -775,49 +777,56 @@ def optimize(
         confidence=confidence,
         seed=seed,
     )
+    if not name.strip():
+        raise CalibError("--name is empty; name the result, for instance: --name best")
     outcomes = _load(store, model, datasets, traffic, concurrency)
+    if trials:  # what cannot be run is said before a look at the test questions is spent
+        check_study(study, sampler=sampler, storage=storage or default_storage(store))
     with Store.open(store, must_exist=True) as opened:
         tuned = tune(outcomes, demand, ledger=opened.record_look)
         document = tuned.to_dict(name)
         if tuned.policy is not None:
             audits = audit.findings(opened, model=outcomes.fingerprint, threshold=tuned.policy.threshold)
             document["warnings"] += [f"audit: {f.text}" for f in audits if f.level in ("warning", "refuse")]
+        opened.save_policy(name, document)  # now, since a study is long and may be stopped
         plain = confidence == "max" and (tuned.policy is None or tuned.policy.pool == "linear")
         if trials and not plain:
             document["warnings"].append("no study: it knows only the largest probability and the linear pool")
         elif trials:
-            from calib.study import default_storage, run_study
-
             line = show.ProgressLine()
             studied = demand.arms
             if demand.rate is not None and tuned.best.policy is not None:
                 studied = [tuned.best.policy.arm]  # each arm sustains another number of tokens
-            result = run_study(
-                tuned.searched or tuned.tune,
-                demand.limits(tuned.tune, studied[0]) if studied else demand.targets,
-                study=study,
-                name=study_name,
-                storage=storage or default_storage(store),
-                sampler=sampler,
-                trials=trials,
-                timeout=timeout,
-                jobs=jobs,
-                seed=seed,
-                maximize=demand.maximize,
-                minimize=demand.minimize,
-                cost=demand.cost,
-                arms=studied,
-                budgets=demand.budgets,
-                exact=tuned.best,
-                progress=None if as_json else lambda done, total, _best: line("study", done, total),
-            )
-            document["study"] = result.to_dict()
-            document["warnings"] += result.warnings
+            try:
+                result = run_study(
+                    tuned.searched or tuned.tune,
+                    demand.limits(tuned.tune, studied[0]) if studied else demand.targets,
+                    study=study,
+                    name=study_name,
+                    storage=storage or default_storage(store),
+                    sampler=sampler,
+                    trials=trials,
+                    timeout=timeout,
+                    jobs=jobs,
+                    seed=seed,
+                    maximize=demand.maximize,
+                    minimize=demand.minimize,
+                    cost=demand.cost,
+                    arms=studied,
+                    budgets=demand.budgets,
+                    exact=tuned.best,
+                    progress=None if as_json else lambda done, total, _best: line("study", done, total),
+                )
+            except KeyboardInterrupt:
+                document["warnings"].append("the study was interrupted: its trials are in the storage")
+            else:
+                document["study"] = result.to_dict()
+                document["warnings"] += result.warnings
         opened.save_policy(name, document)
     if as_json:
         show.echo_json(document)
     else:
-        show.tuned(tuned, document)
+        show.tuned(tuned, document, store)
     if tuned.verdict == "not_met":
         sys.exit(NOT_MET)
 
@@ -1018,7 +1027,10 @@ def report(
 @_store
 @_json
 def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) -> None:
-    """Write the serve configs of a tuned policy, with its evidence, and say who must hold each knob."""
+    """Write the serve configs of a tuned policy, with its evidence, and say who must hold each knob.
+
+    The files are written in any case; while a knob is held by nobody the output says NOT DONE ("done": false).
+    """
     from calib import export as module
     from calib import show
     from calib.store import Store
@@ -1130,9 +1142,16 @@ def serve(
 
 
 def main() -> None:
-    """Run the command line; a closed pipe is not an error."""
+    """Run the command line; output that cannot be written is an error without a traceback."""
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - for the life of the process
     try:
-        cli(prog_name="calib")
-    except BrokenPipeError:
+        cli(prog_name="calib", standalone_mode=True)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(f"error: the output cannot be written ({error.strerror or error})", err=True)
         sys.exit(1)

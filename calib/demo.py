@@ -27,6 +27,7 @@ from calib import show
 from calib.errors import CalibError
 from calib.metrics import percentiles
 from calib.questions import Question, read_questions, split_key, split_position
+from calib.target import parse_targets
 
 __all__ = ["Measured", "ask_plainly", "run"]
 
@@ -61,8 +62,12 @@ def run(folder: str, target: str, *, as_json: bool = False) -> None:
         Print one JSON document instead of the table.
     """
     started = time.monotonic()
+    parse_targets(target)  # before anything is collected for it
     out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibError(f"--folder {out}: {error.strerror or error}; name a folder that can be made") from None
     store, questions, serve = out / "demo.db", out / "questions.jsonl.gz", out / "serve"
     for old in out.glob("demo.db*"):
         old.unlink()
@@ -82,13 +87,10 @@ def run(folder: str, target: str, *, as_json: bool = False) -> None:
     say(f"the best policy inside {target}, and how far to trust it")
     tuned = say.calib_json("optimize", "--target", target, "--trials", "50", "--store", str(store))
     if tuned["policy"] is None:
+        if as_json:
+            show.echo_json({"optimize": tuned})
         raise CalibError(f"no policy meets {target}; {_nearest(tuned)}", exit_code=3)
-    each = {
-        arm: say.calib_json(
-            "optimize", "--target", target, "--arm", arm, "--name", f"best-{arm}", "--store", str(store)
-        )
-        for arm in ("base", "mtp")
-    }
+    each = {arm: _tuned_arm(say, target, arm, store) for arm in ("base", "mtp")}
     say("serve configs")
     say.calib("export", "best", "--out", str(serve), "--held-by", "gateway", "--store", str(store))
     say("the gateway obeys the policy; a plain client sends only thinking: auto, on the test questions")

@@ -276,11 +276,38 @@ class Policy:
             raise CalibError(
                 f"unknown field {unknown[0]!r} in a policy; known: {', '.join(f.name for f in fields(cls))}"
             )
+        plain = {name: value for name, value in values.items() if name in _FIELD_TYPES}
+        _check_types(plain, "policy")
+        routes = values.get("routes") or {}
+        if not isinstance(routes, Mapping) or not all(isinstance(route, Mapping) for route in routes.values()):
+            raise CalibError("routes of a policy must be an object that holds an object for each route")
+        for key, route in routes.items():
+            strange = sorted(set(route) - {f.name for f in fields(Route)})
+            if strange:
+                raise CalibError(f"unknown field {strange[0]!r} in route {key!r}; known: threshold, think_budget")
+            _check_types(route, f"route {key!r}")
         try:
-            routes = {key: Route(**route) for key, route in (values.get("routes") or {}).items()}
-            return cls(**{**values, "routes": routes})
+            return cls(**{**values, "routes": {key: Route(**route) for key, route in routes.items()}})
         except TypeError as error:
             raise CalibError(f"not a policy: {error}") from None
+
+
+_FIELD_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "threshold": ((int, float), "a number"),
+    "mix": ((int, float), "a number"),
+    "think_budget": ((int,), "a whole number"),
+    "arm": ((str,), "a name"),
+    "confidence": ((str,), "a name"),
+    "pool": ((str,), "a name"),
+}
+
+
+def _check_types(values: Mapping[str, Any], where: str) -> None:
+    """Refuse what JSON can hold and a policy cannot: texts for numbers, true for 1, an arm without a name."""
+    for name, value in values.items():
+        expected, words = _FIELD_TYPES[name]
+        if isinstance(value, bool) or not isinstance(value, expected) or value == "":
+            raise CalibError(f"{name} of a {where} must be {words}, got {value!r}")
 
 
 def _check_threshold(value: float | None, name: str) -> None:
@@ -307,6 +334,8 @@ class Cost:
         prices: dict[str, float] = {}
         for part in text.split(","):
             name, _, number = part.partition("=")
+            if name.strip() in prices:
+                raise CalibError(f"--cost {text!r} names {name.strip()!r} twice; give each price once")
             try:
                 prices[name.strip()] = float(number)
             except ValueError:

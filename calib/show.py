@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +46,7 @@ __all__ = [
     "number",
     "percent",
     "policy_line",
+    "printable",
     "seconds",
     "status",
     "table",
@@ -51,6 +54,22 @@ __all__ = [
     "warn",
     "why",
 ]
+
+
+DEFAULT_STORE = "calib.db"
+"""What the commands read without ``--store``; hints leave it out."""
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Text from data or a server without what would drive a terminal: each control character as ``?``."""
+    return _CONTROL.sub("?", text)
+
+
+def _say(text: str = "", *, head: str = "", err: bool = False, nl: bool = True) -> None:
+    """Print text, with a head that may be styled."""
+    click.echo(head + printable(text), err=err, nl=nl)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -102,6 +121,7 @@ def table(
         Print to stderr.
     """
     stream = sys.stderr if err else sys.stdout
+    rows = [[printable(cell).replace("\n", "?") for cell in row] for row in rows]
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         from rich import box
         from rich.console import Console
@@ -117,15 +137,15 @@ def table(
         return
     width = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
     if title:
-        click.echo(title, err=err)
+        _say(title, err=err)
     for line in [columns, *rows]:
         cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, width, strict=True))]
-        click.echo("  ".join(cells).rstrip(), err=err)
+        _say("  ".join(cells).rstrip(), err=err)
 
 
 def warn(text: str) -> None:
     """Print one line of warning to stderr."""
-    click.echo(click.style("warning: ", fg="yellow") + text, err=True)
+    _say(text, head=click.style("warning: ", fg="yellow"), err=True)
 
 
 def echo_json(document: Mapping[str, Any]) -> None:
@@ -180,10 +200,10 @@ class ProgressLine:
             f"  {note}" if note else ""
         )
         if self._terminal:
-            click.echo("\r" + text.ljust(self._width), nl=finished, err=True)
+            _say(text.ljust(self._width), head="\r", nl=finished, err=True)
             self._width = 0 if finished else len(text)
         else:
-            click.echo(text, err=True)
+            _say(text, err=True)
 
     def collection(self, progress: Progress) -> None:
         """Show where the collection of one arm stands."""
@@ -232,11 +252,11 @@ def evaluation(policy: Policy, result: Evaluation, marks: Sequence[str], warning
     columns = "dataset n accuracy skill think tokens mean p50 p90 p99 ECE Brier NLL macro-F1".split()
     table(columns, rows, title=policy_line(policy) + _marked(marks))
     if result.unanswered:
-        click.echo(f"{result.unanswered} questions without a usable answer of System 2 count as wrong")
+        _say(f"{result.unanswered} questions without a usable answer of System 2 count as wrong")
     if result.clipped:
-        click.echo(f"{result.clipped} right answers had a probability below 1e-12: NLL clips them there")
+        _say(f"{result.clipped} right answers had a probability below 1e-12: NLL clips them there")
     if not math.isnan(result.cost):
-        click.echo(f"cost {result.cost:.6g} a question")
+        _say(f"cost {result.cost:.6g} a question")
     for text in warnings:
         warn(text)
 
@@ -261,17 +281,17 @@ def latency_hint(outcomes: Outcomes, arm: str, think_budget: int) -> list[str]:
 
 def exported(result: Export) -> None:
     """Print what an export wrote and who must hold each knob."""
-    click.echo("wrote " + ", ".join(f"{result.folder}/{name}" for name in result.files))
+    _say("wrote " + ", ".join(f"{result.folder}/{name}" for name in result.files))
     rows = [[knob.knob, _short(knob.value), knob.holder, knob.how] for knob in result.knobs]
     table(["knob", "value", "held by", "how"], rows, left=4)
     for text in result.warnings:
         warn(text)
     if result.done:
-        click.echo("done: every knob is held")
+        _say("done: every knob is held")
     else:
         free = ", ".join(knob.knob for knob in result.knobs if knob.holder == "nobody")
         by_client = "" if result.refused else ", or let the clients send decide-defaults.json (--held-by client)"
-        click.echo(
+        _say(
             f"NOT DONE: nobody holds {free} yet. Serve by the gateway (--held-by gateway){by_client}, and export again "
             "with that option"
         )
@@ -284,7 +304,7 @@ def _short(text: str, most: int = 40) -> str:
 def confirm_headroom(headroom: Headroom) -> bool:
     """Show what thinking could win and would cost, and ask whether to go on."""
     for text in headroom.lines():
-        click.echo(text, err=True)
+        _say(text, err=True)
     return click.confirm("go on with the thoughts?", default=True, err=True)
 
 
@@ -300,42 +320,42 @@ def collected(result: Campaign, store: str) -> None:
     for arm in arms:
         if arm.reasons:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(arm.reasons.items()))
-            click.echo(f"arm {arm.arm} failed: {reasons}. See calib status; ask again with --retry-failed")
+            _say(f"arm {arm.arm} failed: {reasons}. See calib status; ask again with --retry-failed")
         if arm.failed_before:
-            click.echo(f"arm {arm.arm}: {arm.failed_before} questions failed before; ask again with --retry-failed")
+            _say(f"arm {arm.arm}: {arm.failed_before} questions failed before; ask again with --retry-failed")
     if result.stages is not None:
         _stages(result.stages)
     for one in result.passes:
         note = f": {one.note}" if one.note else ""
-        click.echo(f"latency of {one.arm} at {one.concurrency}: {one.state}, {one.timed} questions{note}")
+        _say(f"latency of {one.arm} at {one.concurrency}: {one.state}, {one.timed} questions{note}")
     if result.simulated:
-        click.echo("simulated: no real model answered; the numbers say nothing about a real server")
+        _say("simulated: no real model answered; the numbers say nothing about a real server")
     for text in result.warnings:
         warn(text)
     if result.interrupted:
-        click.echo("stopped before the end; the same command goes on")
+        _say("stopped before the end; the same command goes on")
     else:
-        click.echo(f"next: calib optimize --store {store} --target 'p90<10s'")
+        _say(f"next: calib optimize --store {store} --target 'p90<10s'")
 
 
 def _stages(stages: StagedSummary) -> None:
     """What the stages did, and why they ended."""
     if stages.headroom is not None:
         for text in stages.headroom.lines():
-            click.echo(text)
-    click.echo(
+            _say(text)
+    _say(
         f"{stages.thoughts:,} of {stages.questions:,} questions have a thought; {len(stages.rounds)} rounds, "
         f"{stages.tokens:,} thinking tokens, about {stages.gpu_hours:.2g} GPU hours (estimate)"
     )
-    click.echo(f"ended: {stages.ended}")
+    _say(f"ended: {stages.ended}")
 
 
 def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
     """Print what a store holds, what failed and why, and what the audits say."""
-    click.echo(f"{found.location}: {sum(found.questions.values()):,} questions, schema {found.schema_version}")
+    _say(f"{found.location}: {sum(found.questions.values()):,} questions, schema {found.schema_version}")
     for model in found.models:
         mark = "   [simulated]" if model.simulated else ""
-        click.echo(
+        _say(
             f"\nmodel {model.name} ({model.fingerprint[:12]}), serves threshold {model.threshold:g}, "
             f"mix {model.mix:g}{mark}"
         )
@@ -348,7 +368,7 @@ def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
         columns = ["dataset", "arm", "questions", "System 1", *(f"{budget:,}" for budget in budgets)]
         table(columns, rows, left=2, title="answers / with seconds, by think budget")
         for arm, rate in model.rates.items():
-            click.echo(
+            _say(
                 f"arm {arm}: seconds estimated from {1000 * rate.system1_s:g} ms System 1, "
                 f"{rate.tokens_per_second:g} tokens/s, {1000 * rate.read_s:g} ms answer read"
             )
@@ -358,33 +378,33 @@ def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
                 for f in model.failures
             ]
             table(["arm", "stage", "failure", "questions", "for instance", "last"], rows, left=3)
-            click.echo("ask again with: calib collect ... --retry-failed")
+            _say("ask again with: calib collect ... --retry-failed")
     if findings:
         fine = sum(f.level == "ok" for f in findings)
         told = [f for f in findings if f.level != "ok" and (f.level != "note" or f.dataset is None)]
         rows = [[f.level, f.audit, f.arm or "-", f.dataset or "-", f.text] for f in told]
         table(["level", "audit", "arm", "dataset", "finding"], rows, left=5, title="\naudits")
         rest = len(findings) - fine - len(told)
-        click.echo(
-            f"{fine} audits are ok" + (f"; {rest} notes on single datasets: calib status --json" if rest else "")
-        )
+        _say(f"{fine} audits are ok" + (f"; {rest} notes on single datasets: calib status --json" if rest else ""))
     for policy in found.policies:
-        click.echo(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
+        _say(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
 
 
-def tuned(found: Tuned, document: Mapping[str, Any]) -> None:
+def tuned(found: Tuned, document: Mapping[str, Any], store: str) -> None:
     """Print what ``calib optimize`` found: verdict, policy, targets, comparison, price of each limit, what is next."""
     n_test = 0 if found.test is None else found.test.n
     marks = _marked(document["marks"])
-    click.echo(f"{found.outcomes.model}: {found.tune.n:,} questions to tune, {n_test:,} held out{marks}")
+    _say(f"{found.outcomes.model}: {found.tune.n:,} questions to tune, {n_test:,} held out{marks}")
     policy = found.policy
     if policy is None or found.certificate is None:
-        click.echo(click.style("verdict: not_met", bold=True) + "   no policy meets the targets on the tune questions")
+        _say("   no policy meets the targets on the tune questions", head=click.style("verdict: not_met", bold=True))
         _nearest(found)
+        for text in document["warnings"]:
+            warn(text)
         return
-    click.echo(click.style(f"verdict: {found.verdict}", bold=True) + f"   {found.certificate.statement}")
-    click.echo(f"policy:  {policy_line(policy)}")
-    click.echo()
+    _say(f"   {found.certificate.statement}", head=click.style(f"verdict: {found.verdict}", bold=True))
+    _say(f"policy:  {policy_line(policy)}")
+    _say()
     if found.certificate.tests:
         rows = [
             [
@@ -401,13 +421,14 @@ def tuned(found: Tuned, document: Mapping[str, Any]) -> None:
         table(["target", f"on {on}", "interval", "met", "certified", "needs more"], rows)
         for test in found.certificate.tests:
             if test.reason and not test.certified:
-                click.echo(f"  {test.target}: {test.reason}")
-        click.echo()
+                _say(f"  {test.target}: {test.reason}")
+        _say()
     _comparison(found, document)
     _limits(found, document["study"])
     for text in document["warnings"]:
         warn(text)
-    click.echo(f"next: calib export {document['name']} --out serve/")
+    kept = [] if store == DEFAULT_STORE else ["--store", store]
+    _say(f"next: {shlex.join(['calib', 'export', document['name'], '--out', 'serve/', *kept])}")
 
 
 def in_unit(target: Target, value: float) -> str:
@@ -445,8 +466,8 @@ def _comparison(found: Tuned, document: Mapping[str, Any]) -> None:
     columns = ["", "accuracy, tune", "held out", "think rate", "p50", "p90", "p99", "tuned is better by"]
     table(columns, rows)
     for limit, share in (document["test"] or document["tune"])["over_twice_limit"].items():
-        click.echo(f"{percent(share)} take more than twice the limit of {limit}")
-    click.echo()
+        _say(f"{percent(share)} take more than twice the limit of {limit}")
+    _say()
 
 
 def _difference(difference: Mapping[str, Any]) -> str:
@@ -461,24 +482,22 @@ def _limits(found: Tuned, study: Mapping[str, Any] | None) -> None:
     """What the search knows beside the policy: the optimum, the price of each limit, the load."""
     exact = found.best
     unit = Target(exact.metric, "<", 0.0)
-    click.echo(
-        f"best of the data ({exact.method}): {exact.metric} {in_unit(unit, exact.objective)} on the tune questions"
-    )
+    _say(f"best of the data ({exact.method}): {exact.metric} {in_unit(unit, exact.objective)} on the tune questions")
     if not math.isnan(found.margin_cost):
-        click.echo(f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none")
+        _say(f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none")
     if study is not None:
         gap = "" if study["gap"] is None else f", {apart(unit, study['gap'])} short of it"
         best = "nothing feasible" if study["objective"] is None else in_unit(unit, study["objective"])
-        click.echo(f"Optuna study {study['name']} ({study['sampler']}, {study['trials']} trials): {best}{gap}")
+        _say(f"Optuna study {study['name']} ({study['sampler']}, {study['trials']} trials): {best}{gap}")
         if "sentence" in study.get("findings", {}):
-            click.echo(f"  {study['findings']['sentence']}")
+            _say(f"  {study['findings']['sentence']}")
     for price in found.prices:
         if math.isfinite(price.gain):
-            click.echo(f"without {price.target}: {in_unit(unit, price.objective)}, {apart(unit, price.gain)} better")
+            _say(f"without {price.target}: {in_unit(unit, price.objective)}, {apart(unit, price.gain)} better")
     rate = found.sustainable
     if rate is not None:
-        shown = "any rate" if math.isinf(rate) else f"{rate:.3g} requests/s"
-        click.echo(f"thinking keeps up with {shown} at the collected concurrency")
+        shown = "any rate" if math.isinf(rate) else f"{number(rate)} requests/s"
+        _say(f"thinking keeps up with {shown} at the collected concurrency")
 
 
 def _nearest(found: Tuned) -> None:
@@ -487,12 +506,12 @@ def _nearest(found: Tuned) -> None:
         return
     for relaxation in nearest.relaxations:
         if relaxation.needs is None:
-            click.echo(f"  {relaxation.target}: relaxing this one alone does not help")
+            _say(f"  {relaxation.target}: relaxing this one alone does not help")
         else:
             needs = in_unit(relaxation.target, relaxation.needs)
-            click.echo(f"  {relaxation.target} would have to be {needs} for the others to be met")
+            _say(f"  {relaxation.target} would have to be {needs} for the others to be met")
     if nearest.policy is not None:
-        click.echo(f"nearest: {policy_line(nearest.policy)}")
+        _say(f"nearest: {policy_line(nearest.policy)}")
 
 
 def why(rows: Sequence[WhyRow], warnings: Sequence[str], *, bands: bool) -> None:
@@ -522,7 +541,7 @@ def why(rows: Sequence[WhyRow], warnings: Sequence[str], *, bands: bool) -> None
     )
     for row in rows:
         if row.low is None and row.dataset is not None and row.advice != "gate":
-            click.echo(f"{row.dataset}: {row.reason}")
+            _say(f"{row.dataset}: {row.reason}")
     for text in warnings:
         warn(text)
 
@@ -550,10 +569,10 @@ def diagnosis(found: Diagnosis) -> None:
     columns = ["arm", "address", "engine", "model", "fingerprint", "answers in", "threshold / mix"]
     table([*columns, "acceptance length", "running / waiting"], rows, left=5)
     for text in found.notes:
-        click.echo(text)
+        _say(text)
     for text in found.problems:
         warn(text)
-    click.echo("ok" if found.ok else f"{len(found.problems)} problems")
+    _say("ok" if found.ok else f"{len(found.problems)} problems")
 
 
 def calibration(
@@ -585,10 +604,10 @@ def calibration(
     table(columns, rows, left=3, title="cross-validated on the tune questions; kept when both gains are above 0")
     for step in fitted.steps:
         if step.note:
-            click.echo(f"  {step.stage}, {step.name}: {step.note}")
+            _say(f"  {step.stage}, {step.name}: {step.note}")
     for cell in fitted.cells:
-        click.echo(f"  T = {cell.temperature:.3f} for {cell.stage} of {cell.key} ({cell.rows:,.0f} questions)")
-    click.echo()
+        _say(f"  T = {cell.temperature:.3f} for {cell.stage} of {cell.key} ({cell.rows:,.0f} questions)")
+    _say()
     on = f"{n:,} held-out questions" if held_out else f"{n:,} questions, the ones that were fitted on"
     shown = [
         [name, *(f"{number(getter(one))} -> {number(getter(two))}" for getter in _STAGE_NUMBERS)]
@@ -597,7 +616,7 @@ def calibration(
     table(["stage", "accuracy", "mean top", "ECE", "Brier", "NLL", "AURC"], shown, title=f"before -> after, on {on}")
     for text in warnings:
         warn(text)
-    click.echo("next: calib optimize --calibrate auto --target 'p90<10s'")
+    _say("next: calib optimize --calibrate auto --target 'p90<10s'")
 
 
 _STAGE_NUMBERS: tuple[Callable[[Stage], float], ...] = (

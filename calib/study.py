@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
-__all__ = ["GRID_STEP", "StudyResult", "default_storage", "run_study"]
+__all__ = ["GRID_STEP", "StudyResult", "check_study", "default_storage", "run_study"]
 
 GRID_STEP = 0.05
 """Width of the grid of thresholds and mixes for samplers that try every policy."""
@@ -271,6 +271,16 @@ def _moved(done: Study, kept: Study) -> Study:
     """
     kept.add_trials([trial for trial in done.get_trials(deepcopy=False) if trial.state.is_finished()])
     return kept
+
+
+def check_study(study: str | os.PathLike[str], *, sampler: str, storage: str | None) -> None:
+    """Refuse a study, a sampler or a storage that `run_study` would refuse, before anything is done for it."""
+    from calib.samplers import sampler_of
+
+    file = load_study(study)
+    sampler_of(sampler, 0, objectives=len(file.objectives or ("accuracy",)))
+    with opened(storage):
+        pass
 
 
 class _Run:

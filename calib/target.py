@@ -190,7 +190,12 @@ def parse_target(text: str) -> Target:
         op = ">=" if metric in HIGHER_IS_BETTER else "<"
     selector = f"[{match['plain']}]" if match["plain"] else ""
     head = f"{match['metric']}{selector}{match['op']}{match['number']}"
-    value = _value(metric, head, Decimal(match["number"]), match["unit"] or "")
+    try:
+        value = _value(metric, head, Decimal(match["number"]), match["unit"] or "")
+    except ArithmeticError:
+        value = math.inf
+    if not math.isfinite(value) or (value == 0 and re.search("[1-9]", re.split("[eE]", match["number"])[0])):
+        raise CalibError(f"target {text}: the number {match['number']} is out of range; write for instance p90<10s")
     plain = match["plain"]
     return Target(
         metric,

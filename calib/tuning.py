@@ -175,7 +175,7 @@ class Tuned:
         return {
             "name": name,
             "verdict": self.verdict,
-            "marks": [] if policy is None else list(marks_of(policy, self.outcomes)),
+            "marks": self._marks(),
             "model": self.outcomes.model,
             "policy": None if policy is None else policy.to_dict(),
             "targets": [] if certificate is None else [test.to_dict() for test in certificate.tests],
@@ -203,6 +203,15 @@ class Tuned:
             "fingerprints": {"model": self.outcomes.fingerprint, "questions": _questions_hash(self.outcomes)},
             "warnings": list(self.warnings),
         }
+
+    def _marks(self) -> list[str]:
+        """Marks of the policy; without one those of the numbers that are shown instead."""
+        if self.policy is not None:
+            return list(marks_of(self.policy, self.outcomes))
+        shown = [*self.demand.baselines(self.outcomes).values()]
+        if self.nearest is not None and self.nearest.policy is not None:
+            shown.append(self.nearest.policy)
+        return sorted({mark for policy in shown for mark in marks_of(policy, self.outcomes)})
 
     def _scores(self, outcomes: Outcomes, policy: Policy, cost: Cost | None) -> dict[str, Any]:
         decisions = decide(outcomes, policy)
@@ -315,8 +324,10 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
                 found[factor] = stricter
         whole = 1.0 in found
     if not whole:
+        alone = [t for t, most in required[1.0].items() if search.optimum({t: most}).policy is None]
+        named = f" of {', '.join(map(str, alone))}" if alone else "s"
         warnings.append(
-            "no policy leaves the whole margin below the limits: on new questions they may well be broken. "
+            f"no policy leaves the whole margin below the limit{named}: on new questions they may well be broken. "
             "More questions need less margin"
         )
     chosen = found[max(factor for factor in found if factor <= 1)]
@@ -445,7 +456,7 @@ def _weighted_as(whole: Outcomes, side: Outcomes) -> Outcomes:
     Chance gives a side more of one dataset and less of another; where weights stand for traffic, the verdict must be
     about that traffic and not about the one that the split happened to draw.
     """
-    if whole.unweighted or side is whole:
+    if side.unweighted or side is whole:  # nothing to restore, and exact tests need equal weights
         return side
     share = dict(zip(whole.dataset_names, np.bincount(whole.dataset_codes, whole.weight), strict=True))
     wanted = np.array([share[name] for name in side.dataset_names])

@@ -49,7 +49,7 @@ class WhyRow:
     gained, lost : int
         Wrong to right, right to wrong. A thought without a usable answer counts as wrong.
     p_value : float
-        Exact McNemar test that both are equally likely.
+        Exact McNemar test that both are equally likely; questions of one group count as one by their balance.
     p_holm : float or None
         The same among all datasets; None for bands and for all datasets together.
     seconds, tokens : float
@@ -208,7 +208,7 @@ def why(outcomes: Outcomes, think_budget: int, arm: str, mix: float, *, bands: S
             metrics.mean(now),
             gained,
             lost,
-            exact.mcnemar(gained, lost),
+            exact.mcnemar(*_pairs(outcomes.group_codes[where], now.astype(np.int64) - was)),
             None,
             metrics.mean(outcomes.t2[a, where, b]),
             metrics.mean(outcomes.tokens[where, b]),
@@ -225,6 +225,12 @@ def why(outcomes: Outcomes, think_budget: int, arm: str, mix: float, *, bands: S
         rows.append(replace(whole, p_holm=adjusted[name]))
         rows.extend(row(inside, name, low, high) for low, high, inside in _bands(sure, where, bands))
     return rows
+
+
+def _pairs(group: NDArray[np.int64], change: NDArray[np.int64]) -> tuple[int, int]:
+    """Groups that gain on balance and that lose: within a group answers go together, between groups they do not."""
+    net = np.bincount(group, change)
+    return int((net > 0).sum()), int((net < 0).sum())
 
 
 def hurting(rows: Sequence[WhyRow]) -> list[WhyRow]:

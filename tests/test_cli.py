@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 import urllib.request
@@ -177,6 +178,71 @@ def test_an_impossible_target_is_not_met_and_says_what_is_near(store):
     assert found["nearest"]["relaxations"][0]["needs"] < 0.99
     text = calib("optimize", "--target", "accuracy>=99%", "--target", "p90<1s", "--store", store, code=3).output
     assert "would have to be" in text
+
+
+def test_what_is_shown_without_a_policy_keeps_its_marks(tmp_path):
+    records = [{**r, "latency_s1": None, "latency_s2": None} for r in rows(60)]
+    rates = ("--system1-ms", 45, "--tokens-per-second", 250)
+    calib("import", write(tmp_path / "r.jsonl.gz", records), *rates, "--store", tmp_path / "s.db")
+    impossible = ("--target", "accuracy>=99.9%", "--test-share", 0, "--store", tmp_path / "s.db")
+    assert calib_json("optimize", *impossible, code=3)["marks"] == ["estimated"]
+
+
+def test_an_option_that_cannot_be_used_spends_no_look(store):
+    looked = ("optimize", "--target", "p90<5.7s", "--name", "looked", "--store", store)
+    first = calib_json(*looked)["certificate"]["look"]
+    for wrong in (("--study", "nope"), ("--sampler", "nope"), ("--storage", "/nowhere/at/all.db")):
+        calib("optimize", "--target", "p90<5.8s", "--trials", 1, *wrong, "--store", store, code=2)
+    assert calib_json("optimize", "--target", "p90<5.9s", "--store", store)["certificate"]["look"] == first + 1
+
+
+def test_an_interrupted_study_leaves_the_exact_result(store, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("calib.study.run_study", interrupted)
+    found = calib_json("optimize", "--target", "p90<6s", "--trials", 5, "--name", "stopped", "--store", store)
+    assert found["study"] is None
+    assert any("interrupted" in text for text in found["warnings"])
+    assert "policy 'stopped'" in calib("status", "--store", store).output
+
+
+def test_the_next_step_names_the_store_and_quotes_the_name(store):
+    text = calib("optimize", "--target", "p90<6s", "--name", "my best", "--store", store).output
+    assert f"next: calib export 'my best' --out serve/ --store {store}" in text
+    assert "--name is empty" in calib("optimize", "--name", "", "--store", store, code=2).stderr
+
+
+def test_names_from_data_cannot_drive_a_terminal(tmp_path):
+    records = [{**r, "dataset": "d\x1b]0;owned\x07\x1b[31m\nnext"} for r in rows(40)]
+    calib("import", write(tmp_path / "r.jsonl.gz", records), "--store", tmp_path / "s.db")
+    for command in (("status",), ("evaluate",), ("why",), ("optimize", "--test-share", 0)):
+        output = calib(*command, "--store", tmp_path / "s.db").output
+        assert not set(output) & {"\x1b", "\x07"}
+        assert "31m?next" in output or command[0] == "optimize"
+    wrong = calib("evaluate", "--datasets", "\x1b[2J", "--store", tmp_path / "s.db", code=2)
+    assert "\x1b" not in wrong.stderr
+
+
+def test_a_file_of_something_else_is_no_store_and_stays_as_it_is(tmp_path):
+    foreign = tmp_path / "foreign.db"
+    with contextlib.closing(sqlite3.connect(foreign)) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+        connection.commit()
+    before = foreign.read_bytes()
+    records = write(tmp_path / "r.jsonl.gz", rows(5))
+    assert "tables of something else (mine)" in calib("import", records, "--store", foreign, code=2).stderr
+    assert foreign.read_bytes() == before
+    (tmp_path / "text.db").write_text("not a database, but long enough to look at " * 20)
+    assert "not a store" in calib("status", "--store", tmp_path / "text.db", code=2).stderr
+
+
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback(store):
+    command = [sys.executable, "-m", "calib", "evaluate", "--store", str(store), "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "cannot be written" in done.stderr
 
 
 def test_without_a_test_split_nothing_is_certified(store):

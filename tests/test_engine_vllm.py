@@ -662,6 +662,7 @@ async def test_info_tells_what_was_found(start: Any) -> None:
     _, engine = await start()
     info = await engine.info()
     assert info.model == "toy"
+    assert info.thinks_about_scores
     assert not info.simulated
     assert (info.raw["version"], info.raw["max_model_len"]) == ("0.32.0", 600)
     assert (info.raw["logprobs"], info.raw["max_logprobs"]) == ("processed", 256)

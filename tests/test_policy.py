@@ -77,6 +77,11 @@ def test_cost_by_hand():
     assert e.cost == pytest.approx(((10 + 0.01) + (0.21 + 0.07)) / 2)
 
 
+def test_a_price_given_twice_is_refused():
+    with pytest.raises(CalibError, match="'wrong' twice"):
+        Cost.parse("wrong=1,wrong=2")
+
+
 @pytest.mark.parametrize("text", ["wrong", "wrong=x", "speed=1", "wrong=-1", "second=nan", ""])
 def test_a_cost_that_cannot_be_read_is_refused(text):
     with pytest.raises(CalibError, match="wrong=1,second=0.01"):
@@ -178,7 +183,24 @@ def test_a_policy_survives_json(threshold, mix, budget):
     assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
 
 
-@pytest.mark.parametrize("values", [{"treshold": 1}, {"threshold": "high"}, {"routes": {"kind=noul": {"x": 1}}}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"treshold": 1},
+        {"threshold": "high"},
+        {"threshold": True},
+        {"mix": True},
+        {"mix": None},
+        {"think_budget": 512.0},
+        {"think_budget": float("inf")},
+        {"arm": 5},
+        {"arm": ""},
+        {"routes": [1]},
+        {"routes": {"kind=noul": 1}},
+        {"routes": {"kind=noul": {"x": 1}}},
+        {"routes": {"kind=noul": {"threshold": "low"}}},
+    ],
+)
 def test_what_is_no_policy_is_refused(values):
     with pytest.raises(CalibError):
         Policy.from_dict(values)

@@ -99,7 +99,7 @@ def test_location_comes_from_the_environment(tmp_path, monkeypatch):
 
 def test_what_is_no_database_is_refused_by_name(tmp_path):
     (tmp_path / "x.db").write_text("hello, this is certainly not a database file\n" * 50)
-    with pytest.raises(CalibError, match=r"x\.db: the database failed: file is not a database"):
+    with pytest.raises(CalibError, match=r"x\.db: not a store of calib, nor any SQLite file"):
         Store.open(tmp_path / "x.db")
     with pytest.raises(CalibError, match="mkdir -p"):
         Store.open(tmp_path / "missing" / "x.db")

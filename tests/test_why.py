@@ -131,6 +131,17 @@ def test_questions_that_cannot_think_and_failed_thoughts():
         why(o, 7, "base", 1.0)
 
 
+def test_questions_of_one_group_are_one_observation():
+    # three groups of ten that all gain: 2 * (1/2)^3 for three of three, not for thirty of thirty
+    sure, wrong, right = [0.6] * 30, [False] * 30, [True] * 30
+    grouped = why(store(sure, wrong, right, group=[f"g{i // 10}" for i in range(30)]), 1000, "base", 1.0)[0]
+    alone = why(store(sure, wrong, right), 1000, "base", 1.0)[0]
+    assert (grouped.gained, alone.gained) == (30, 30)
+    assert grouped.p_value == pytest.approx(0.25)
+    assert not grouped.proven
+    assert alone.p_value == pytest.approx(2 * 0.5**30)
+
+
 def test_marks_and_unknown_seconds():
     o = store([0.6, 0.6], [0, 0], [1, 1], simulated=True, estimated=np.array([[False, True]]))
     row = why(o, 1000, "base", 1.0)[0]

@@ -120,8 +120,9 @@ class HttpClient:
         self._secrets: tuple[str, ...] = ()
         self._headers = {"Accept": "application/json"}
         if url.user is not None:
-            self._secrets = (url.password,) if url.password else ()
-            self._headers["Authorization"] = aiohttp.encode_basic_auth(url.user, url.password or "")
+            basic = aiohttp.encode_basic_auth(url.user, url.password or "")
+            self._secrets = tuple(part for part in (url.password, basic.removeprefix("Basic ")) if part)
+            self._headers["Authorization"] = basic
         if api_key_env is not None:
             if url.user is not None:
                 raise CalibError(f"{self.url}: give either user:password@ in the address or --api-key-env, not both")

@@ -19,10 +19,16 @@ PATIENCE_S = 60.0
 """How long a writer waits for another one."""
 
 
+VERSION_TABLE = "calib_schema"
+"""Table by which a database is known as a store."""
+
+
 def url_of(given: str) -> tuple[sa.URL, str]:
     """URL of a database, and how messages show it: without password and query."""
     if "://" not in given:
         return sa.URL.create("sqlite", database=given), given
+    if given.partition("://")[2].partition("/")[0].count("@") > 1:
+        raise CalibError("--store: the login in the URL holds an @; write it as %40 (any other @ ends the login)")
     try:
         url = sa.make_url(given)
     except (sa.exc.ArgumentError, ValueError):
@@ -53,7 +59,9 @@ def engine_of(url: sa.URL, shown: str) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the module would begin transactions by itself, and too late: see below
-        _patiently(connection, "PRAGMA journal_mode=WAL")  # readers and a writer do not block each other
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if not tables or VERSION_TABLE in tables:  # a file of something else stays as it is
+            _patiently(connection, "PRAGMA journal_mode=WAL")  # readers and a writer do not block each other
         connection.execute("PRAGMA synchronous=NORMAL")  # with WAL: a killed process loses nothing, a power cut may
 
     @sa.event.listens_for(engine, "begin")

@@ -17,6 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from calib.errors import CalibError
 from calib.questions import Question, text_hash
+from calib.store.database import VERSION_TABLE
 
 __all__ = [
     "BUDGET",
@@ -64,7 +65,7 @@ def _model() -> sa.Column[int]:
     return sa.Column("model", sa.ForeignKey("models.n"), nullable=False)
 
 
-_version = sa.Table("calib_schema", metadata, sa.Column("version", sa.Integer, nullable=False))
+_version = sa.Table(VERSION_TABLE, metadata, sa.Column("version", sa.Integer, nullable=False))
 
 models = sa.Table(
     "models",

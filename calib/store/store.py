@@ -86,6 +86,12 @@ class Store:
         with self._reading() as conn:
             found = schema.version(conn)
             schema.check_version(found, self.location)
+            strange = () if found or conn.dialect.name != "sqlite" else sa.inspect(conn).get_table_names()
+        if strange:
+            raise CalibError(
+                f"{self.location}: an SQLite file with tables of something else ({', '.join(sorted(strange)[:3])}), no "
+                "store of calib; name another file by --store"
+            )
         if found == 0 and must_exist:
             raise CalibError(database.absent(self.location))
         if found < len(schema.MIGRATIONS):
@@ -113,6 +119,10 @@ class Store:
         except sa.exc.DatabaseError as error:
             if type(error) not in (sa.exc.DatabaseError, sa.exc.OperationalError):
                 raise  # a row that breaks a rule is a mistake in calib
+            if "file is not a database" in str(error.orig):
+                raise CalibError(
+                    f"{self.location}: not a store of calib, nor any SQLite file; name another file by --store"
+                ) from None
             reason = str(error.orig).strip().replace(str(self._engine.url.password or "\0"), "***")
             raise CalibError(f"{self.location}: the database failed: {reason}", exit_code=1) from None
 
