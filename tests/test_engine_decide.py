@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import random
 import socket
@@ -532,6 +533,16 @@ async def test_a_password_in_the_address_is_used_and_never_shown(server: Misbeha
         await gone.info()
     assert SECRET not in str(error.value)
     await gone.close()
+
+
+async def test_a_login_that_a_server_echoes_is_not_passed_on(server: MisbehavingServer) -> None:
+    engine = DecideEngine(server.url.replace("http://", f"http://me:{SECRET}@"), retries=0)
+    encoded = base64.b64encode(f"me:{SECRET}".encode()).decode()
+    server.always = [status(400, f"no such login: Basic {encoded}, {SECRET}")]
+    with pytest.raises(AskFailed) as failed:
+        await engine.ask(QUESTION, ())
+    assert "no such login: Basic ***, ***" in failed.value.detail
+    await engine.close()
 
 
 @pytest.mark.parametrize(

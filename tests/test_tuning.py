@@ -420,6 +420,15 @@ def test_the_split_does_not_shift_the_traffic():
     assert plain.test.unweighted
 
 
+def test_weights_of_the_tune_side_leave_the_test_side_to_the_exact_test():
+    """A staged collection weighs the thoughts of the tune side and draws those of the test side evenly."""
+    o = drawn(12, 1500)
+    tuned_on = o.split_position >= demand("p90<5s").test_share
+    o = replace(o, dataset=np.array(["a", "b", "c"], object)[np.arange(1500) % 3])
+    staged = replace(o, weight=np.where(tuned_on, np.where(np.arange(1500) % 2, 3.0, 1.0), 2.0))
+    assert certificate_methods(staged, "p90<5s")[1] == ["binomial"]
+
+
 def test_questions_in_groups_make_the_verdict_conservative():
     o = drawn(13, 1500)
     pairs = replace(o, group=[f"story {i // 2}" for i in range(o.n)])
