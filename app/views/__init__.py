@@ -1,0 +1,1 @@
+"""One module per page, and what they share: `shell` (state, sidebar) and `parts` (pieces of a page)."""

@@ -1,0 +1,166 @@
+"""Page 2: curves per dataset around the chosen policy. Every threshold is computed at once; a slider moves a mark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import streamlit as st
+from numpy.typing import NDArray
+
+from calib import figures
+from calib.curves import Curve
+from calib.errors import CalibError
+from views import parts, shell
+
+GROUPS = {
+    "threshold": "By threshold",
+    "budget": "By budget and mix",
+    "latency": "Latency",
+    "trust": "Confidence",
+}
+POINTS = 600
+"""Points of one figure: more do not show on a screen."""
+TALL = 560
+"""Pixels of a figure with its own legend."""
+LINES = 8
+"""Datasets that a figure draws one by one; with more, only all of them together unless some are chosen."""
+
+
+def page() -> None:
+    """Draw the page."""
+    now = shell.bench()
+    parts.header("Explore", now, "Move the knobs at the left; every figure follows.")
+    parts.policy_figures(now)
+    st.segmented_control(
+        "Figures",
+        list(GROUPS),
+        format_func=GROUPS.__getitem__,
+        key=shell.show("w_group", now.view.group),
+        required=True,
+        label_visibility="collapsed",
+        on_change=shell.changed("w_group", "group", str),
+    )
+    draw = {"threshold": _threshold, "budget": _budget, "latency": _latency, "trust": _trust}[now.view.group]
+    try:
+        draw(now)
+    except CalibError as error:
+        st.info(shell.plain(str(error)))
+
+
+def _datasets(now: shell.Bench) -> list[str | None]:
+    """What is drawn line by line."""
+    names = list(now.space.curves.datasets)
+    if len(names) == 1:
+        return list(names)
+    if len(names) <= LINES:
+        return [None, *names]
+    st.caption(f"All {len(names)} datasets together; choose up to {LINES} of them at the left to see each.")
+    return [None]
+
+
+def _against(now: shell.Bench, metric: str, names: Sequence[str | None]) -> None:
+    """One metric against the threshold."""
+    p, limits = now.policy, [t for t in now.targets if t.metric == metric]
+
+    def draw() -> go.Figure:
+        found = now.space.curves.against_threshold(
+            metric, mix=p.mix, think_budget=p.think_budget, arm=p.arm, datasets=names, points=POINTS
+        )
+        if metric == "p99":  # so few questions bound it from no side: the bands would cover the lines
+            found = [c if c.dataset is None else replace(c, low=_unbound(c), high=_unbound(c)) for c in found]
+        figure = figures.threshold_curves(
+            found, marked=parts.fixed_marks(now), targets=limits, styles=parts.styles(now), theme=now.theme
+        )
+        return parts.small(figure, "Threshold (confidence, 0 to 1)")
+
+    key = ("threshold", metric, replace(p, threshold=0), tuple(names), now.targets)
+    parts.chart(parts.with_current(now, key, draw, x="threshold", y=metric, names=names), f"threshold-{metric}")
+
+
+def _unbound(curve: Curve) -> NDArray[np.float64]:
+    return np.full(len(curve.x), np.nan)
+
+
+def _threshold(now: shell.Bench) -> None:
+    names = _datasets(now)
+    parts.legend(now, names)
+    known = now.space.has_latency(now.policy)
+    for row in [("accuracy", "think_rate"), *([("p90", "p99")] if known else [])]:
+        for metric, column in zip(row, parts.pair(f"threshold-{row[0]}"), strict=True):
+            with column:
+                _against(now, metric, names)
+    if not known:
+        st.caption("Without seconds there is no latency to draw.")
+
+
+def _budget(now: shell.Bench) -> None:
+    curves, p, names = now.space.curves, now.policy, _datasets(now)
+    look: dict[str, Any] = {"marked": parts.fixed_marks(now), "styles": parts.styles(now), "theme": now.theme}
+    parts.legend(now, names)
+
+    def by_budget() -> go.Figure:
+        found = curves.against_budget("accuracy", threshold=p.threshold, mix=p.mix, arm=p.arm, datasets=names)
+        return parts.small(figures.accuracy_by_budget(found, **look), height=380)
+
+    def by_mix() -> go.Figure:
+        found = curves.against_mix(threshold=p.threshold, think_budget=p.think_budget, datasets=names)
+        return parts.small(figures.accuracy_by_mix(found, **look), "Mix (weight of System 2)", height=380)
+
+    left, right = parts.pair("budget")
+    with left:
+        if len(now.outcomes.budgets) > 1:
+            key = ("budget", p.threshold, p.mix, p.arm, tuple(names), now.targets)
+            figure = parts.with_current(now, key, by_budget, x="think_budget", y="accuracy", names=names)
+            parts.chart(figure, "budget")
+        else:
+            st.info(
+                f"One think budget was collected, {int(now.outcomes.budgets[0]):,} tokens. To compare: "
+                "calib collect QUESTIONS --budgets 512,2048,8192"
+            )
+    with right:
+        other = ("mix", p.threshold, p.think_budget, tuple(names), now.targets)
+        parts.chart(parts.with_current(now, other, by_mix, x="mix", y="accuracy", names=names), "mix")
+
+
+def _latency(now: shell.Bench) -> None:
+    arms = [arm for arm in now.outcomes.arms if now.space.tune.has_latency(arm)]
+    if not arms:
+        st.info("Seconds are not known: import with --system1-ms and --tokens-per-second, or measure: calib collect")
+        return
+    found = now.space.curves.latency(now.policy, arms=arms, points=POINTS)
+    limits = [t for t in now.targets if t.is_latency and t.dataset is None and not t.worst]
+    parts.chart(figures.latency_distribution(found, targets=limits, theme=now.theme), "latency")
+    st.caption("Share of the questions that finish within a time, under the thinking rule of the chosen policy.")
+    if now.space.has_latency(now.policy):
+        names = _datasets(now)
+        parts.legend(now, names)
+        for metric, column in zip(("p50", "mean"), parts.pair("latency"), strict=True):
+            with column:
+                _against(now, metric, names)
+
+
+def _trust(now: shell.Bench) -> None:
+    curves, names = now.space.curves, _datasets(now)
+    marked = [*parts.fixed_marks(now), now.space.marked("current", now.policy)]
+    left, right = parts.pair("trust")
+    with left:
+        found = curves.risk_coverage(datasets=names, points=POINTS)
+        figure = figures.risk_coverage(found, marked=marked, styles=parts.styles(now), theme=now.theme)
+        figure = parts.small(
+            figure, "Coverage (share kept, surest first)", "Risk (share wrong)", height=TALL, legend=True
+        )
+        parts.chart(figure, "risk")
+        st.caption("Errors among the answers that System 1 keeps: a good confidence keeps the curve low at the left.")
+    with right:
+        before, after = curves.reliability(now.policy)
+        marks = now.space.marked("", now.policy).marks
+        figure = figures.reliability(before, after, marks=marks, theme=now.theme)
+        parts.chart(parts.small(figure, "Confidence (0 to 1, 15 bins)", height=TALL, legend=True), "reliability")
+        st.caption("Is a confidence of 80 % right 80 times of 100? Before thinking, and after the policy.")
+
+
+page()
