@@ -706,6 +706,12 @@ def why(
     "--sampler", default="tpe", show_default=True, metavar="NAME", help="Optuna sampler: tpe, random, gp, ..."
 )
 @click.option(
+    "--warm-start/--no-warm-start",
+    default=True,
+    show_default=True,
+    help="Begin the study with the exact optimum; without it the gap tells what sampling alone finds.",
+)
+@click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Begin no trial after this."
 )
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Threads of the study.")
@@ -732,6 +738,7 @@ def optimize(
     study_name: str | None,
     storage: str | None,
     sampler: str,
+    warm_start: bool,
     timeout: float | None,
     jobs: int,
     seed: int,
@@ -815,6 +822,7 @@ def optimize(
                     arms=studied,
                     budgets=demand.budgets,
                     exact=tuned.best,
+                    warm_start=[tuned.best.policy] if warm_start and tuned.best.policy is not None else [],
                     progress=None if as_json else lambda done, total, _best: line("study", done, total),
                 )
             except KeyboardInterrupt:
