@@ -11,7 +11,7 @@ from pathlib import Path
 import streamlit as st
 from views import shell
 
-from calib.app import Settings
+from calib.dashboard import Settings
 from calib.errors import CalibError
 
 ICON = str(Path(__file__).with_name("icon.svg"))  # without one, a page's symbol would be fetched from the internet

@@ -16,9 +16,9 @@ from calib.certify import alpha_at_look
 from calib.optimise import Table, optimum
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
 from calib.policy import Policy, decide
-from calib.tuning import Demand, Ledger, Tuned, _look, _split_identity
+from calib.tuning import Demand, Ledger, Tuned, look_of, split_identity
 
-__all__ = ["Allowance", "allowance", "appraise", "split_identity"]
+__all__ = ["Allowance", "allowance", "appraise"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,6 @@ class Allowance:
     def left(self) -> float:
         """Share of the total that is left, 0 to 1."""
         return 1 - self.spent / self.total
-
-
-def split_identity(outcomes: Outcomes) -> str:
-    """Name of the test split in the ledger of looks."""
-    return _split_identity(outcomes)
 
 
 def allowance(looks: int, level: float = 0.95) -> Allowance:
@@ -95,7 +90,7 @@ def appraise(
     test = None if ledger is None else held_out
     look = 1
     if test is not None and ledger is not None:
-        look = ledger(_split_identity(outcomes), _look(demand, [policy], outcomes))
+        look = ledger(split_identity(outcomes), look_of(demand, [policy], outcomes))
     rng = np.random.default_rng(demand.seed)
     certificate = certify.certify(
         [policy],

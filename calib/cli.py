@@ -1068,7 +1068,7 @@ def export(name: str, out: str, held_by: str | None, store: str, as_json: bool) 
 @_store
 def app(port: int, host: str, config_dir: str | None, read_only: bool, token_env: str | None, store: str) -> None:
     """Open the dashboard: curves per dataset, choose an operating point, see who flips, write it back."""
-    from calib.app import run_app
+    from calib.dashboard import run_app
 
     run_app(store, port, config_dir, read_only, host, token_env)
 

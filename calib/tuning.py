@@ -27,7 +27,17 @@ from calib.risk import Requirement
 from calib.target import Target
 from calib.why import hurting, why
 
-__all__ = ["CALIBRATE", "FACTORS", "Demand", "Tuned", "sustainable_rate", "throughput", "tune"]
+__all__ = [
+    "CALIBRATE",
+    "FACTORS",
+    "Demand",
+    "Tuned",
+    "look_of",
+    "split_identity",
+    "sustainable_rate",
+    "throughput",
+    "tune",
+]
 
 FACTORS = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of the automatic margin that the candidates leave; 1 is the one that is returned when none is certified."""
@@ -340,7 +350,7 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     rng = np.random.default_rng(demand.seed)
     look = 1
     if held_out is not None and ledger is not None:
-        look = ledger(_split_identity(outcomes), _look(demand, candidates, outcomes))
+        look = ledger(split_identity(outcomes), look_of(demand, candidates, outcomes))
     certificate = certify.certify(
         candidates,
         tuned_on,
@@ -633,12 +643,12 @@ def _warnings(tuned_on: Outcomes, certificate: Certificate, comparisons: Mapping
     return found
 
 
-def _split_identity(outcomes: Outcomes) -> str:
+def split_identity(outcomes: Outcomes) -> str:
     """One ledger for all test splits of one model: a smaller test share holds none but questions of a larger one."""
     return f"test of {outcomes.fingerprint}"
 
 
-def _look(demand: Demand, policies: Sequence[Policy], outcomes: Outcomes) -> dict[str, Any]:
+def look_of(demand: Demand, policies: Sequence[Policy], outcomes: Outcomes) -> dict[str, Any]:
     """What is looked at: the same candidates and targets on the same numbers are the same look, and learn nothing new.
 
     Anything that could change a test or the order of the tests makes another look: answers that were asked again,

@@ -11,8 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from calib import workspace
-from calib.app import Settings, is_loopback, run_app
-from calib.appraise import split_identity
+from calib.dashboard import Settings, is_loopback, run_app
 from calib.engine.base import Answer, EngineInfo
 from calib.errors import CalibError
 from calib.export import load_policy_file
@@ -21,6 +20,7 @@ from calib.policy import Policy, evaluate
 from calib.questions import Question
 from calib.resources import find
 from calib.store import Answered, Store, load_outcomes
+from calib.tuning import split_identity
 from tests.appstore import made_up_store, newer, simulated_store
 
 PAGES = ("overview", "explore", "frontier", "questions", "studies", "writeback")

@@ -86,7 +86,7 @@ def server(chromium, tmp_path_factory) -> Iterator[tuple[str, Path]]:
     folder = tmp_path_factory.mktemp("browser")
     store = simulated_store(folder / "demo.db", trials=8)
     root = folder / "serve"
-    program = f"from calib.app import run_app; run_app({str(store)!r}, 0, {str(root)!r})"
+    program = f"from calib.dashboard import run_app; run_app({str(store)!r}, 0, {str(root)!r})"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stderr=subprocess.PIPE,

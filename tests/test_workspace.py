@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calib import workspace
-from calib.appraise import allowance, appraise, split_identity
+from calib.appraise import allowance, appraise
 from calib.certify import alpha_at_look
 from calib.latency import RateModel
 from calib.policy import Policy, evaluate
@@ -17,7 +17,7 @@ from calib.store import Store
 from calib.store.contents import content_key, counts, loads, text_of, texts
 from calib.target import parse_targets
 from calib.trials import importance, names, read_trials
-from calib.tuning import Demand
+from calib.tuning import Demand, split_identity
 from calib.view import View
 from calib.workspace import Kept, Workspace, load, point_of, select, snapshot, start_view
 from tests.appstore import made_up_store, simulated_store

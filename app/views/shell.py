@@ -16,7 +16,7 @@ from typing import Any, Literal
 import streamlit as st
 
 from calib import trials, workspace
-from calib.app import Settings
+from calib.dashboard import Settings
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
 from calib.policy import Policy
@@ -124,6 +124,8 @@ def style() -> None:
         ".block-container {padding-top: 3.2rem; padding-bottom: 3rem}"
         "[data-testid='stMetricValue'] {font-variant-numeric: tabular-nums}"
         "[data-testid='stSidebarUserContent'] {padding-top: .5rem}"
+        # a figure stays as it is until the new one is there: fading it out and in takes longer than drawing it
+        "[data-stale] {opacity: 1 !important; transition: none !important}"
         # columns go below each other where they would get too narrow to read
         "[class*='st-key-wide-'] [data-testid='stColumn'] {min-width: min(100%, 24rem)}"
         "[class*='st-key-tiles-'] [data-testid='stColumn'] {min-width: 7.5rem}"

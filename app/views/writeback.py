@@ -6,14 +6,14 @@ from typing import Any
 
 import streamlit as st
 
-from calib.appraise import allowance, appraise, split_identity
+from calib.appraise import allowance, appraise
 from calib.errors import CalibError
 from calib.export import knobs
 from calib.history import ConfigFolder, Entry, changes
 from calib.outcomes import ESTIMATED, SIMULATED
 from calib.show import percent
 from calib.store import Store
-from calib.tuning import Demand
+from calib.tuning import Demand, split_identity
 from views import parts, shell
 
 LEVEL = 0.95

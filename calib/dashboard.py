@@ -106,7 +106,7 @@ def run_app(
     if token_env is None and not is_loopback(host):
         raise CalibError(
             f"--host {host} can be reached from other machines, so visitors must give a token: put one in an "
-            "environment variable and name it, for instance: --token-env CALIB_APP_KEY"
+            "environment variable and name it, for instance: --token-env CALIB_APP_TOKEN"
         )
     if token_env is not None and not os.environ.get(token_env):
         raise CalibError(f"--token-env {token_env}: this variable is empty; set it first: export {token_env}=...")
