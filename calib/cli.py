@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from calib.arms import Arm
-    from calib.crew import Progress
     from calib.outcomes import Outcomes
     from calib.store import Store
 
@@ -132,9 +131,9 @@ def _vllm_options(prompt_template: str | None, sampling: str | None, seed: int) 
     return found
 
 
-def _names(values: tuple[str, ...]) -> list[str]:
-    """Names from a repeatable option; one value may hold several, joined by commas."""
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+def _names(values: tuple[str, ...]) -> list[str] | None:
+    """Names from a repeatable option, None without any; one value may hold several, joined by commas."""
+    return [name.strip() for value in values for name in value.split(",") if name.strip()] or None
 
 
 def _pairs(values: tuple[str, ...] | str | None, option: str, example: str) -> dict[str, str]:
@@ -198,14 +197,10 @@ def _load(
     from calib.store import Store, load_outcomes
 
     with Store.open(store, must_exist=True) as opened:
-        outcomes = load_outcomes(opened, model=model, datasets=_split_names(datasets), concurrency=concurrency)
+        outcomes = load_outcomes(opened, model=model, datasets=_names(datasets), concurrency=concurrency)
     if traffic:
         outcomes = outcomes.reweighted(_traffic_of(traffic))
     return outcomes
-
-
-def _split_names(values: tuple[str, ...]) -> list[str] | None:
-    return _names(values) or None
 
 
 def _traffic_of(text: str) -> dict[str, float]:
@@ -417,7 +412,7 @@ def collect(
     staged = not everything and (yes or sys.stdin.isatty())
     named = _arms(arms, arms_file, api_key_env)
     part = parse_shard(shard) if shard else None
-    chosen = choose(read_questions(list(files)), datasets=_split_names(datasets), limit=limit, shard=part)
+    chosen = choose(read_questions(list(files)), datasets=_names(datasets), limit=limit, shard=part)
     options = campaign.Options(
         budgets=tuple(_numbers(budgets, "--budgets")),
         concurrency=concurrency,
@@ -445,7 +440,7 @@ def collect(
             opened,
             options,
             confirm=None if yes else show.confirm_headroom,
-            progress=_progress(),
+            progress=show.ProgressLine().collection,
             say=lambda text: click.echo(text, err=True),
         )
     if as_json:
@@ -454,18 +449,6 @@ def collect(
         show.collected(result, store)
     if result.interrupted:
         sys.exit(130)
-
-
-def _progress() -> Callable[[Progress], None]:
-    """Show the progress of a collection on stderr."""
-    from calib.show import ProgressLine
-
-    line = ProgressLine()
-
-    def show(progress: Progress) -> None:
-        line.collection(progress)
-
-    return show
 
 
 @cli.command(
@@ -1154,8 +1137,7 @@ def main() -> None:
     if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - for the life of the process
     try:
-        cli(prog_name="calib", standalone_mode=True)
-        sys.stdout.flush()
+        cli(prog_name="calib")
     except BrokenPipeError:  # whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -258,7 +257,7 @@ def _described(report: ServerReport, engine: Engine, info: EngineInfo) -> Server
         protocol=_text(raw.get("protocol")),
         model=info.model,
         version=_text(raw.get("version")),
-        fingerprint=_fingerprint(info),
+        fingerprint=info.fingerprint,
         identity=dict(info.identity),
         simulated=info.simulated,
         threshold=info.threshold if decides else None,
@@ -267,12 +266,6 @@ def _described(report: ServerReport, engine: Engine, info: EngineInfo) -> Server
         context=context if type(context) is int else None,
         notes=tuple(map(str, notes)) if isinstance(notes, (list, tuple)) else (),
     )
-
-
-def _fingerprint(info: EngineInfo) -> str:
-    """As `Store.register_model` makes it, which would also write it down."""
-    identity = json.dumps(info.identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def _known(value: float) -> float | None:

@@ -5,6 +5,8 @@ Leaves to others: HTTP (`calib.engine.http`), wire formats (`decide`, `vllm`), m
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -88,6 +90,16 @@ class EngineInfo:
     simulated: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
     thinks_about_scores: bool = False
+
+    @property
+    def canonical_identity(self) -> str:
+        """Canonical JSON of the identity: equal identities give equal texts."""
+        return json.dumps(self.identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical identity, by which a store knows the model."""
+        return hashlib.sha256(self.canonical_identity.encode()).hexdigest()
 
     def can_think_about(self, question: Question) -> bool:
         """Whether System 2 can be asked."""

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -162,18 +161,22 @@ class Store:
     # --- models and questions ---
 
     def register_model(self, info: EngineInfo) -> str:
-        """Remember who answers; return the fingerprint, SHA-256 of the canonical JSON of its identity.
+        """Remember who answers; return its fingerprint.
 
         Registering again updates the name and the server's own threshold and mix, which change no answer.
         """
-        identity = json.dumps(info.identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        fingerprint = sha256(identity.encode()).hexdigest()
-        row = {"fingerprint": fingerprint, "name": info.model, "identity": identity, "threshold": float(info.threshold)}
-        row |= {"mix": float(info.mix), "simulated": info.simulated}
-        row |= {"thinks_about_scores": info.thinks_about_scores}
+        row = {
+            "fingerprint": info.fingerprint,
+            "name": info.model,
+            "identity": info.canonical_identity,
+            "threshold": float(info.threshold),
+            "mix": float(info.mix),
+            "simulated": info.simulated,
+            "thinks_about_scores": info.thinks_about_scores,
+        }
         with self._writing() as conn:
             schema.insert(conn, schema.models, [row], replace_by=["fingerprint"])
-        return fingerprint
+        return info.fingerprint
 
     def models(self) -> list[ModelRow]:
         """Registered models, in the order of registration."""
