@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,3 +25,37 @@ def shared() -> Path:
     if not path.is_dir():
         pytest.skip(f"no recorded data at {path}; set CALIB_SHARED to the folder that holds realdata/")
     return path
+
+
+CHROMIUM = os.environ.get("CALIB_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
+_FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+_PATIENCE_MS = 60_000
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a real browser; the test skips without one."""
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
+    if not Path(CHROMIUM).is_file():
+        pytest.skip(f"no browser at {CHROMIUM}: apt-get install chromium, or set CALIB_CHROMIUM")
+    return CHROMIUM
+
+
+@pytest.fixture(scope="module")
+def browser(chromium, tmp_path_factory) -> Iterator[Any]:
+    """A headless browser with a profile of its own; waits a minute for what a test expects, never a fixed time."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            str(tmp_path_factory.mktemp("profile")),
+            executable_path=chromium,
+            args=_FLAGS,
+            viewport={"width": 1440, "height": 1000},
+        )
+        context.set_default_timeout(_PATIENCE_MS)
+        yield context
+        context.close()

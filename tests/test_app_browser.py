@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,12 +22,6 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = os.environ.get("CALIB_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
-PATIENCE_MS = 60_000
 PROBES = ("/_stcore/health", "/_stcore/host-config")
 """What Streamlit asks below a page's path first, when a link opens a page directly; these two give 404."""
 
@@ -75,13 +68,6 @@ class Window:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> str:
-    if not Path(CHROMIUM).is_file():
-        pytest.skip(f"no browser at {CHROMIUM}: apt-get install chromium, or set CALIB_CHROMIUM")
-    return CHROMIUM
-
-
-@pytest.fixture(scope="module")
 def server(chromium, tmp_path_factory) -> Iterator[tuple[str, Path]]:
     folder = tmp_path_factory.mktemp("browser")
     store = simulated_store(folder / "demo.db", trials=8)
@@ -104,18 +90,6 @@ def server(chromium, tmp_path_factory) -> Iterator[tuple[str, Path]]:
     finally:
         process.terminate()
         process.communicate(timeout=30)
-
-
-@pytest.fixture(scope="module")
-def browser(chromium, tmp_path_factory) -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        profile = tmp_path_factory.mktemp("profile")
-        context = playwright.chromium.launch_persistent_context(
-            str(profile), executable_path=chromium, args=FLAGS, viewport={"width": 1440, "height": 1000}
-        )
-        context.set_default_timeout(PATIENCE_MS)
-        yield context
-        context.close()
 
 
 @pytest.fixture

@@ -1,0 +1,381 @@
+"""Commands that score, explain, tune and calibrate."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from calib.cli.base import NOT_MET, cli, examples, json_option, load, numbers_of, selection
+from calib.errors import CalibError
+
+if TYPE_CHECKING:
+    pass
+
+
+@cli.command(
+    epilog=examples(
+        "calib evaluate --threshold 0.8 --mix 0.5 --think-budget 8192 --arm mtp",
+        "calib evaluate --threshold 0 --json",
+    )
+)
+@click.option("--threshold", type=float, default=0.8, show_default=True, help="Think below; 0 never, 1.1 always.")
+@click.option("--mix", type=float, default=0.5, show_default=True, help="Weight of System 2 after thinking.")
+@click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
+@click.option("--arm", metavar="NAME", help="Way of serving.  [default: the first]")
+@click.option("--cost", metavar="wrong=C,second=D", help="Prices for the metric cost (token=E too).")
+@selection
+@json_option
+def evaluate(
+    threshold: float,
+    mix: float,
+    think_budget: int | None,
+    arm: str | None,
+    cost: str | None,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Print every metric of one policy, by dataset."""
+    from calib import show
+    from calib.policy import Cost, Policy
+    from calib.policy import evaluate as score
+
+    outcomes = load(store, model, datasets, traffic, concurrency)
+    if think_budget is None:
+        think_budget = int(outcomes.budgets[-1])
+    policy = Policy(threshold, mix, think_budget, arm or outcomes.arms[0])
+    result = score(outcomes, policy, by_dataset=True, cost=Cost.parse(cost) if cost else None)
+    marks = list(outcomes.marks_of(policy.arm, think_budget))
+    warnings = [*outcomes.warnings, *show.latency_hint(outcomes, policy.arm, think_budget)]
+    if as_json:
+        show.echo_json(
+            {
+                "policy": policy.to_dict(),
+                "metrics": result.to_dict(),
+                "by_dataset": {name: part.to_dict() for name, part in result.by_dataset.items()},
+                "n": result.n,
+                "marks": marks,
+                "warnings": warnings,
+            }
+        )
+    else:
+        show.evaluation(policy, result, marks, warnings)
+
+
+@cli.command(
+    epilog=examples(
+        "calib why",
+        "calib why --think-budget 2048 --arm mtp --bands",
+    )
+)
+@click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
+@click.option("--mix", type=float, help="Weight of System 2 after thinking.  [default: the server's]")
+@click.option("--arm", metavar="NAME", help="Way of serving, for the seconds.  [default: the first]")
+@click.option("--bands", is_flag=True, help="Show the confidence bands of each dataset too.")
+@selection
+@json_option
+def why(
+    think_budget: int | None,
+    mix: float | None,
+    arm: str | None,
+    bands: bool,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Show whether thinking helps here, by dataset and confidence band, before any tuning."""
+    from calib import show
+    from calib import why as module
+
+    outcomes = load(store, model, datasets, traffic, concurrency)
+    if think_budget is None:
+        think_budget = int(outcomes.budgets[-1])
+    mix = outcomes.default_mix if mix is None else mix
+    rows = module.why(outcomes, think_budget, arm or outcomes.arms[0], mix)
+    hurt = [row.dataset for row in module.hurting(rows)]
+    if as_json:
+        show.echo_json(
+            {
+                "think_budget": think_budget,
+                "mix": mix,
+                "arm": arm or outcomes.arms[0],
+                "rows": [row.to_dict() for row in rows],
+                "thinking_hurts": hurt,
+                "warnings": list(outcomes.warnings),
+            }
+        )
+    else:
+        show.why(rows, outcomes.warnings, bands=bands)
+
+
+@cli.command(
+    epilog=examples(
+        "calib optimize --target 'p90<10s'",
+        "calib optimize --target p90:10s --target acc:83%",
+        "calib optimize --minimize p90 --target 'accuracy>=83%' --name fast",
+        "calib optimize --target 'accuracy[worst]>=60%, p90[GPQA Diamond]<20s' --json",
+    )
+    + "\n\n\b\nQuote a target: without quotes the shell reads p90<10s as p90 and a file named 10s; p90:10s needs none.",
+)
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", help="METRIC[DATASET] OP NUMBER UNIT (repeatable)."
+)
+@click.option("--maximize", metavar="METRIC", help="Objective.  [default: accuracy]")
+@click.option("--minimize", metavar="METRIC", help="Objective: p90, mean, tokens, think_rate, cost, ...")
+@click.option("--cost", metavar="wrong=C,second=D", help="Prices for the metric cost (token=E too).")
+@click.option("--arm", "arms", multiple=True, metavar="NAME", help="Only this arm (repeatable).")
+@click.option("--budgets", metavar="A,B", help="Only these think budgets.")
+@click.option("--test-share", type=float, default=0.3, show_default=True, help="Share of questions kept for the test.")
+@click.option("--level", type=float, default=0.95, show_default=True, help="Level of the certificate.")
+@click.option("--margin", default="auto", show_default=True, metavar="auto|0", help="Room left below each limit.")
+@click.option(
+    "--prefer",
+    type=click.Choice(["best", "cheapest"]),
+    default="best",
+    show_default=True,
+    help="cheapest: the cheapest policy that cannot be told apart from the best.",
+)
+@click.option("--rate", metavar="N/s", help="Requests a second that the thinking must keep up with.")
+@click.option(
+    "--calibrate",
+    type=click.Choice(["none", "auto"]),
+    default="none",
+    show_default=True,
+    help="auto: tune on calibrated probabilities, where cross-validation gains.",
+)
+@click.option(
+    "--confidence",
+    type=click.Choice(["max", "margin", "entropy"]),
+    default="max",
+    show_default=True,
+    help="What the threshold is compared with.",
+)
+@click.option("--trials", default=100, show_default=True, type=click.IntRange(0), help="Trials of the study; 0: none.")
+@click.option("--study", default="policy", show_default=True, metavar="NAME|FILE", help="Study, see below.")
+@click.option("--study-name", metavar="NAME", help="Go on with this study of the storage, or begin it.")
+@click.option("--storage", metavar="URL|FILE", help="Where studies are kept.  [default: STORE.studies.db]")
+@click.option(
+    "--sampler", default="tpe", show_default=True, metavar="NAME", help="Optuna sampler: tpe, random, gp, ..."
+)
+@click.option(
+    "--warm-start/--no-warm-start",
+    default=True,
+    show_default=True,
+    help="Begin the study with the exact optimum; without it the gap tells what sampling alone finds.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Begin no trial after this."
+)
+@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Threads of the study.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the bootstrap and the study.")
+@click.option("--name", default="best", show_default=True, help="Save the result under this name.")
+@selection
+@json_option
+def optimize(
+    targets: tuple[str, ...],
+    maximize: str | None,
+    minimize: str | None,
+    cost: str | None,
+    arms: tuple[str, ...],
+    budgets: str | None,
+    test_share: float,
+    level: float,
+    margin: str,
+    prefer: str,
+    rate: str | None,
+    calibrate: str,
+    confidence: str,
+    trials: int,
+    study: str,
+    study_name: str | None,
+    storage: str | None,
+    sampler: str,
+    warm_start: bool,
+    timeout: float | None,
+    jobs: int,
+    seed: int,
+    name: str,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Find the best policy inside the targets, with a verdict on how far to trust it.
+
+    \b
+    METRIC   p50 p90 p95 p99 mean (s, ms); accuracy skill think_rate ece macro_f1 (% or a share);
+             tokens brier nll cost (plain)
+    DATASET  one dataset, or worst: must hold in each
+    OP       < <= > >=, or : for the natural side
+    \b
+    STUDY    policy (one for all), pareto (accuracy against p90), per_dataset (a route each),
+             truncation (what to do with a cut thought), or a file of your own (see studies/)
+    """  # noqa: D301 - click reads the escape
+    from calib import audit, show
+    from calib.policy import Cost
+    from calib.store import Store
+    from calib.study import check_study, default_storage, run_study
+    from calib.target import parse_targets
+    from calib.tuning import Demand, tune
+
+    demand = Demand(
+        targets=parse_targets(targets),
+        maximize=maximize,
+        minimize=minimize,
+        cost=Cost.parse(cost) if cost else None,
+        arms=list(arms) or None,
+        budgets=numbers_of(budgets, "--budgets") if budgets else None,
+        test_share=test_share,
+        level=level,
+        margin=_margin(margin),
+        cheapest=prefer == "cheapest",
+        rate=_rate(rate) if rate else None,
+        calibrate=calibrate,
+        confidence=confidence,
+        seed=seed,
+    )
+    if not name.strip():
+        raise CalibError("--name is empty; name the result, for instance: --name best")
+    outcomes = load(store, model, datasets, traffic, concurrency)
+    if trials:  # what cannot be run is said before a look at the test questions is spent
+        check_study(study, sampler=sampler, storage=storage or default_storage(store))
+    with Store.open(store, must_exist=True) as opened:
+        tuned = tune(outcomes, demand, ledger=opened.record_look)
+        document = tuned.to_dict(name)
+        if tuned.policy is not None:
+            audits = audit.findings(opened, model=outcomes.fingerprint, threshold=tuned.policy.threshold)
+            document["warnings"] += [f"audit: {f.text}" for f in audits if f.level in ("warning", "refuse")]
+        opened.save_policy(name, document)  # now, since a study is long and may be stopped
+        plain = confidence == "max" and (tuned.policy is None or tuned.policy.pool == "linear")
+        if trials and not plain:
+            document["warnings"].append("no study: it knows only the largest probability and the linear pool")
+        elif trials:
+            line = show.ProgressLine()
+            studied = demand.arms
+            if demand.rate is not None and tuned.best.policy is not None:
+                studied = [tuned.best.policy.arm]  # each arm sustains another number of tokens
+            try:
+                result = run_study(
+                    tuned.searched or tuned.tune,
+                    demand.limits(tuned.tune, studied[0]) if studied else demand.targets,
+                    study=study,
+                    name=study_name,
+                    storage=storage or default_storage(store),
+                    sampler=sampler,
+                    trials=trials,
+                    timeout=timeout,
+                    jobs=jobs,
+                    seed=seed,
+                    maximize=demand.maximize,
+                    minimize=demand.minimize,
+                    cost=demand.cost,
+                    arms=studied,
+                    budgets=demand.budgets,
+                    exact=tuned.best,
+                    warm_start=[tuned.best.policy] if warm_start and tuned.best.policy is not None else [],
+                    progress=None if as_json else lambda done, total, _best: line("study", done, total),
+                )
+            except KeyboardInterrupt:
+                document["warnings"].append("the study was interrupted: its trials are in the storage")
+            else:
+                document["study"] = result.to_dict()
+                document["warnings"] += result.warnings
+        opened.save_policy(name, document)
+    if as_json:
+        show.echo_json(document)
+    else:
+        show.tuned(tuned, document, store)
+    if tuned.verdict == "not_met":
+        sys.exit(NOT_MET)
+
+
+def _margin(text: str) -> bool:
+    if text not in ("auto", "0"):
+        raise CalibError(f"--margin {text!r}: write auto (sized by the number of test questions) or 0 (none)")
+    return text == "auto"
+
+
+def _rate(text: str) -> float:
+    number = text.strip().removesuffix("/s")
+    try:
+        found = float(number)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise CalibError(f"--rate {text!r} is no rate above 0; write for instance: --rate 5/s")
+    return found
+
+
+@cli.command(
+    epilog=examples(
+        "calib calibrate",
+        "calib calibrate --threshold 0.7 --mix 0.4 --think-budget 2048",
+    )
+)
+@click.option("--threshold", type=float, help="Policy for the final stage.  [default: the server's]")
+@click.option("--mix", type=float, help="Weight of System 2 after thinking.  [default: the server's]")
+@click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
+@click.option("--arm", metavar="NAME", help="Way of serving.  [default: the first]")
+@click.option("--test-share", type=float, default=0.3, show_default=True, help="Share that nothing is fitted on.")
+@selection
+@json_option
+def calibrate(
+    threshold: float | None,
+    mix: float | None,
+    think_budget: int | None,
+    arm: str | None,
+    test_share: float,
+    store: str,
+    model: str | None,
+    datasets: tuple[str, ...],
+    traffic: str | None,
+    concurrency: int | None,
+    as_json: bool,
+) -> None:
+    """Fit temperatures and pool, and show calibration before and after, on questions that were not fitted on.
+
+    Changes nothing: calib optimize --calibrate auto tunes a policy on calibrated probabilities.
+    """
+    import numpy as np
+
+    from calib import show
+    from calib.calibrate import fit
+    from calib.policy import Policy
+    from calib.stages import stages
+
+    outcomes = load(store, model, datasets, traffic, concurrency)
+    policy = Policy(
+        outcomes.default_threshold if threshold is None else threshold,
+        outcomes.default_mix if mix is None else mix,
+        int(outcomes.budgets[-1]) if think_budget is None else think_budget,
+        arm or outcomes.arms[0],
+    )
+    tuned, held_out = outcomes.split(test_share)
+    fitted = fit(tuned, policy=policy)
+    shown = tuned if held_out is None else held_out
+    before = stages(shown, policy, rng=np.random.default_rng(0))
+    after = stages(shown, fitted.policy(policy), rng=np.random.default_rng(0))
+    if as_json:
+        show.echo_json(
+            {
+                "calibration": fitted.to_dict(),
+                "policy": fitted.policy(policy).to_dict(),
+                "n": shown.n,
+                "held_out": held_out is not None,
+                "before": {name: stage.to_dict() for name, stage in before.items()},
+                "after": {name: stage.to_dict() for name, stage in after.items()},
+                "warnings": list(outcomes.warnings),
+            }
+        )
+    else:
+        show.calibration(fitted, before, after, shown.n, held_out=held_out is not None, warnings=outcomes.warnings)
