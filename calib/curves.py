@@ -21,11 +21,11 @@ from calib.calibrate import apply
 from calib.certify import marks_of
 from calib.errors import CalibError
 from calib.flips import Flips, flips
-from calib.metrics import Reliability
 from calib.optimise import Front, pareto
 from calib.outcomes import SIMULATED, Outcomes
-from calib.policy import LATENCY_METRICS, Decisions, Policy, confidence, decide, pooled
+from calib.policy import CONFIDENCES, LATENCY_METRICS, Decisions, Policy, confidence, decide, pooled
 from calib.slices import Recent, Slice, needed_weight, share_band, slices, thin
+from calib.stages import Bins, binned
 from calib.table import PERCENTILES, Table, tabulate
 
 __all__ = [
@@ -425,34 +425,68 @@ class Curves:
             right = decisions.choice == self.outcomes.answer
             marks = self._marks("accuracy", policy.arm, policy.think_budget)
         chosen = self._slices(datasets)
-        curves = []
-        for part in chosen:
-            weight = part.weights
-            found = metrics.risk_coverage(sure[part.members], right[part.members], weight)
-            at = thin(found.coverage, found.risk, points=max(points // max(len(chosen), 1), _FEWEST))
-            x, y = found.coverage[at], found.risk[at]
-            low, high = share_band(y, np.maximum(x * part.effective, 1.0), self.level)
-            area = metrics.aurc(sure[part.members], right[part.members], weight)
-            curves.append(Curve(part.dataset, "risk", part.n, x, y, low, high, marks, area))
-        return curves
+        each = max(points // max(len(chosen), 1), _FEWEST)
+        return [self._risk(part, sure, right, marks, each) for part in chosen]
 
-    def reliability(self, policy: Policy, *, dataset: str | None = None) -> tuple[Reliability, Reliability]:
-        """Confidence and accuracy by bin, of System 1 and after the policy, on the same questions.
+    def confidences(self, *, dataset: str | None = None, points: int = POINTS) -> dict[str, Curve]:
+        """Risk against coverage of System 1's answers under each definition of the confidence.
+
+        Parameters
+        ----------
+        dataset : str, optional
+            All questions when left out.
+        points : int
+            Most points of all curves together, about.
+
+        Returns
+        -------
+        dict of str to Curve
+            By definition, as `risk_coverage`: what is compared is the order in which each sends questions to think.
+        """
+        part, o = self._slices([dataset])[0], self.outcomes
+        marks = (SIMULATED,) * o.simulated
+        each = points // len(CONFIDENCES)
+        return {
+            name: self._risk(part, confidence(self._seen.p1, name, o.n_options), self._right1, marks, each)
+            for name in CONFIDENCES
+        }
+
+    def _risk(self, part: Slice, sure: Floats, right: Bools, marks: tuple[str, ...], points: int) -> Curve:
+        weight = part.weights
+        found = metrics.risk_coverage(sure[part.members], right[part.members], weight)
+        at = thin(found.coverage, found.risk, points=points)
+        x, y = found.coverage[at], found.risk[at]
+        low, high = share_band(y, np.maximum(x * part.effective, 1.0), self.level)
+        area = metrics.aurc(sure[part.members], right[part.members], weight)
+        return Curve(part.dataset, "risk", part.n, x, y, low, high, marks, area)
+
+    def reliability(self, policy: Policy, *, dataset: str | None = None) -> dict[str, Bins]:
+        """Confidence and accuracy by bin, with intervals: of each system as it answered, and after the policy.
 
         Parameters
         ----------
         policy : Policy
         dataset : str, optional
             All questions when left out.
+
+        Returns
+        -------
+        dict of str to Bins
+            ``p1`` of all questions, ``p2`` at the policy's budget of those that the server can think about, ``final``.
         """
         part = self._slices([dataset])[0]
         o, members = self.outcomes, part.members
-        answer, weight = o.answer[members], part.weights
-        after = self._decisions(policy).p
-        return (
-            metrics.reliability(o.p1[members], answer, weight),
-            metrics.reliability(after[members], answer, weight),
-        )
+        b = o.budget_index(policy.think_budget)
+        able = members[o.can_think[members]]
+        forecasts = {
+            "p1": (o.p1[members], members),
+            "p2": (o.p2[able, b], able),
+            "final": (self._decisions(policy).p[members], members),
+        }
+        return {
+            name: binned(p, o.answer[who], None if o.unweighted else o.weight[who], level=self.level)
+            for name, (p, who) in forecasts.items()
+        }
 
     def marked(self, label: str, policy: Policy) -> Marked:
         """A policy with its values for all questions and for each dataset, to be marked in figures.
@@ -674,9 +708,10 @@ class Curves:
         return right
 
     def _alike_rule(self, policy: Policy) -> bool:
-        """Whether the policy has the confidence, pool and temperatures of the curves; the last step moves no answer."""
+        """Whether the policy decides as the curves do: confidence, pool, temperatures (the last moves no answer)."""
         ours, theirs = (one.calibration.only("p1", "p2", "cut") for one in (self.like, policy))
-        return (policy.confidence, policy.pool) == (self.like.confidence, self.like.pool) and ours == theirs
+        same = (policy.confidence, policy.pool) == (self.like.confidence, self.like.pool) and ours == theirs
+        return same and policy.deadline is None
 
     def _did(self, policy: Policy, *, latency: bool = True) -> _Did:
         o = self.outcomes

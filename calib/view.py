@@ -29,6 +29,8 @@ class _Key(NamedTuple):
     think_budget: str = "b"
     arm: str = "arm"
     name: str = "policy"
+    rule: str = "rule"
+    whole: str = "whole"
     datasets: str = "set"
     traffic: str = "traffic"
     limits: str = "limits"
@@ -56,6 +58,10 @@ class View:
         The knobs of the chosen policy.
     name : str
         Saved policy or baseline that they were taken from; empty when they were set by hand.
+    rule : str
+        Saved policy whose confidence, pool and temperatures hold, also when its knobs were moved; empty for none.
+    whole : bool
+        Whether its routes and its deadline hold too: not for a point of a front, which has neither.
     datasets : tuple of str
         Empty for all.
     traffic : str
@@ -77,6 +83,8 @@ class View:
     think_budget: int
     arm: str
     name: str = ""
+    rule: str = ""
+    whole: bool = False
     datasets: tuple[str, ...] = ()
     traffic: str = ""
     limits: str = ""
@@ -85,13 +93,21 @@ class View:
     rival: str = "default"
     study: str = ""
 
-    @property
-    def policy(self) -> Policy:
-        """The policy of the knobs alone."""
-        return Policy(self.threshold, self.mix, self.think_budget, self.arm)
+    def policy(self, rule: Policy | None = None) -> Policy:
+        """The policy of the knobs.
 
-    def with_policy(self, policy: Policy, name: str = "") -> View:
-        """The same view with the knobs of another policy."""
+        Parameters
+        ----------
+        rule : Policy, optional
+            What `rule` names; a plain policy's rule holds when left out.
+        """
+        base = Policy() if rule is None else rule
+        if not self.whole:
+            base = replace(base, routes={}, deadline=None)
+        return replace(base, threshold=self.threshold, mix=self.mix, think_budget=self.think_budget, arm=self.arm)
+
+    def with_policy(self, policy: Policy, name: str = "", rule: str = "") -> View:
+        """The same view with the knobs of another policy, taken whole or from a front; arguments as the attributes."""
         return replace(
             self,
             threshold=policy.threshold,
@@ -99,6 +115,8 @@ class View:
             think_budget=policy.think_budget,
             arm=policy.arm,
             name=name,
+            rule=rule,
+            whole=bool(policy.routes) or policy.deadline is not None,
         )
 
     @property
@@ -115,9 +133,11 @@ class View:
             KEYS.arm: self.arm,
         }
         plain = View(self.threshold, self.mix, self.think_budget, self.arm)
-        for field in ("name", "traffic", "limits", "metric", "group", "rival", "study"):
+        for field in ("name", "rule", "traffic", "limits", "metric", "group", "rival", "study"):
             if getattr(self, field) != getattr(plain, field):
                 query[getattr(KEYS, field)] = getattr(self, field)
+        if self.whole:
+            query[KEYS.whole] = "1"
         if self.datasets:
             query[KEYS.datasets] = list(self.datasets)
         return query
@@ -186,6 +206,8 @@ def read_view(query: Mapping[str, Sequence[str]], start: View, outcomes: Outcome
         think_budget=view.think_budget if budget is None else int(budget),
         arm=view.arm if arm is None else arm,
         name=last(KEYS.name) or ("" if by_hand else view.name),
+        rule=last(KEYS.rule) or ("" if by_hand else view.rule),
+        whole=last(KEYS.whole) == "1" or (view.whole and not by_hand),
     )
     wanted = list(dict.fromkeys(query.get(KEYS.datasets) or ()))
     unknown = [name for name in wanted if name not in outcomes.dataset_names]

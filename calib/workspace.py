@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from calib.confidences import ConfidenceRow, compare_confidences
 from calib.curves import Curves, Frontier, Marked
 from calib.errors import CalibError
-from calib.optimise import Optimum, Table, optimum, tabulate
+from calib.optimise import Table, optimum, tabulate
 from calib.outcomes import Outcomes
 from calib.policy import Policy, baselines
 from calib.slices import thin
@@ -51,6 +52,9 @@ FRONT_POINTS = 300
 """Points of a front that are drawn, each an exact policy."""
 COMPARED = 100
 """Points of a front that are compared with the chosen policy."""
+
+_PLAIN = ("max", "linear", None)
+"""Confidence, pool and temperatures of a plain policy."""
 
 T = TypeVar("T")
 
@@ -160,13 +164,21 @@ class Workspace:
 
     @cached_property
     def table(self) -> Table:
-        """All policies on the tune questions."""
+        """All plain policies on the tune questions."""
         return tabulate(self.tune)
 
     @cached_property
     def curves(self) -> Curves:
-        """Curves on the tune questions."""
+        """Curves of plain policies on the tune questions."""
         return Curves(self.table)
+
+    def curves_of(self, like: Policy) -> Curves:
+        """Curves of policies with the confidence, pool and temperatures of another, whatever its knobs are."""
+        rule = (like.confidence, like.pool, like.temperatures)
+        if rule == _PLAIN:
+            return self.curves
+        base = Policy(confidence=like.confidence, pool=like.pool, temperatures=like.temperatures)
+        return self._kept.get(("curves", rule), lambda: Curves(self.tune, like=base))
 
     @cached_property
     def baselines(self) -> dict[str, Policy]:
@@ -182,17 +194,37 @@ class Workspace:
         """What a page works out about these questions, once for each key."""
         return self._kept.get(("page", key), compute)
 
-    def best(self, targets: Sequence[Target]) -> Optimum:
-        """The best policy inside the limits on the tune questions, without a margin."""
-        return self._kept.get(("best", tuple(targets)), lambda: optimum(self.table, targets))
+    def best(self, targets: Sequence[Target], like: Policy | None = None) -> Policy | None:
+        """The best policy inside the limits on the tune questions, without a margin; None when none keeps them.
+
+        Parameters
+        ----------
+        targets : sequence of Target
+        like : Policy, optional
+            Whose rule it shall have, as `curves_of`; a plain one when left out.
+        """
+        curves = self.curves_of(like or Policy())
+
+        def search() -> Policy | None:
+            found = optimum(curves.table, targets).policy
+            return None if found is None else replace(found, temperatures=curves.like.temperatures)
+
+        return self._kept.get(("best", tuple(targets), curves.like), search)
+
+    def confidences(self, targets: Sequence[Target]) -> list[ConfidenceRow]:
+        """The definitions of the confidence beside each other, as the systems answered."""
+        key = ("confidences", tuple(targets))
+        return self._kept.get(key, lambda: compare_confidences(self.tune, targets, table=self.table))
 
     def marked(self, label: str, policy: Policy) -> Marked:
         """A policy with its values in every dataset."""
-        return self._kept.get(("marked", label, policy), lambda: self.curves.marked(label, policy))
+        return self._kept.get(("marked", label, policy), lambda: self.curves_of(policy).marked(label, policy))
 
-    def front(self, metric: str, arm: str) -> Frontier:
-        """The exact front of accuracy in one arm, at most about `FRONT_POINTS` of its points."""
-        return self._kept.get(("front", metric, arm), lambda: thinned(self.curves.frontier(metric, arms=[arm])))
+    def front(self, metric: str, arm: str, like: Policy | None = None) -> Frontier:
+        """The exact front of accuracy in one arm, at most about `FRONT_POINTS` of its points; ``like`` as in `best`."""
+        curves = self.curves_of(like or Policy())
+        key = ("front", metric, arm, curves.like)
+        return self._kept.get(key, lambda: thinned(curves.frontier(metric, arms=[arm])))
 
     def alike(self, front: Frontier, chosen: Policy) -> NDArray[np.bool_]:
         """Which points of a front cannot be told apart from the chosen policy by accuracy.
@@ -203,10 +235,10 @@ class Workspace:
         def compare() -> NDArray[np.bool_]:
             size = len(front.front)
             at = np.unique(np.linspace(0, size - 1, min(size, COMPARED)).astype(int))
-            same = self.curves.alike([front.front[int(i)].policy for i in at], chosen)
+            same = self.curves_of(front.like).alike([front.policy(int(i)) for i in at], chosen)
             return np.asarray(same[np.abs(np.subtract.outer(np.arange(size), at)).argmin(axis=1)])
 
-        return self._kept.get(("alike", front.arms, front.front.metrics, chosen), compare)
+        return self._kept.get(("alike", front.arms, front.front.metrics, front.like, chosen), compare)
 
     def why(self, policy: Policy) -> list[WhyRow]:
         """What thinking does in each dataset, at the policy's budget, arm and mix."""
@@ -245,9 +277,9 @@ def point_of(fronts: Sequence[Frontier], clicked: Sequence[Mapping[str, Any]]) -
         named = point.get("customdata") or ("",)
         front, colon, at = str(named[0] if isinstance(named, (list, tuple)) else named).partition(":")
         if colon and front.isdigit() and at.isdigit() and int(front) < len(fronts):
-            of = fronts[int(front)].front
-            if int(at) < len(of):
-                return of[int(at)].policy
+            of = fronts[int(front)]
+            if int(at) < len(of.front):
+                return of.policy(int(at))
     return None
 
 
@@ -297,8 +329,7 @@ def start_view(found: Snapshot, outcomes: Outcomes) -> View:
         return plain
     document = first[-1].document
     limits = ", ".join(str(target["target"]) for target in document.get("targets") or ())
-    named = plain.with_policy(Policy.from_dict(document["policy"]), first[-1].name)
-    return View(named.threshold, named.mix, named.think_budget, named.arm, named.name, limits=limits)
+    return replace(plain.with_policy(Policy.from_dict(document["policy"]), *[first[-1].name] * 2), limits=limits)
 
 
 def _fits(saved: SavedPolicy, outcomes: Outcomes) -> bool:

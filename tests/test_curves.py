@@ -14,7 +14,7 @@ from calib import exact, metrics
 from calib.curves import METRICS, Curves, flips
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
-from calib.policy import Policy, Route, decide, evaluate
+from calib.policy import Policy, Route, confidence, decide, evaluate
 from calib.slices import share_band, thin
 from calib.temperature import Temperatures
 from tests import strategies
@@ -186,9 +186,14 @@ def test_risk_latency_reliability_and_front(o, threshold):
         assert one.percentiles["p90"] == metrics.percentile(seconds, 90, o.weight)
         at_p90 = one.share[np.searchsorted(one.seconds, one.percentiles["p90"])]
         assert at_p90 >= 0.9 - 1e-9
-    before, after = curves.reliability(policy)
-    assert before.ece == pytest.approx(metrics.ece(o.p1, o.answer, o.weight))
-    assert after.ece == pytest.approx(metrics.ece(made.p, o.answer, o.weight), nan_ok=True)
+    stages = curves.reliability(policy)
+    assert stages["p1"].ece == pytest.approx(metrics.ece(o.p1, o.answer, o.weight))
+    assert stages["final"].ece == pytest.approx(metrics.ece(made.p, o.answer, o.weight), nan_ok=True)
+    able = o.can_think & ~np.isnan(o.p2[:, 0]).any(1)
+    assert stages["p2"].count.sum() == able.sum()
+    for name, curve in curves.confidences().items():
+        sure = confidence(o.p1, name, o.n_options)
+        assert curve.summary == pytest.approx(metrics.aurc(sure, metrics.chosen(o.p1) == o.answer, o.weight))
     found = curves.frontier()
     for i, point in enumerate(found.policies()):
         e = evaluate(o, point)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
-from calib.policy import Policy
+from calib.policy import Policy, Route
 from calib.view import FRONT_METRICS, GROUPS, KEYS, View, read_view, traffic_of
 
 NAMES = ("a", "b=c", "ä, ö & 50 %")
@@ -95,8 +97,35 @@ def test_a_link_with_knobs_alone_names_no_saved_policy():
 def test_choosing_a_policy_keeps_the_rest_of_the_view():
     view = View(0.8, 0.5, 400, "base", name="default", datasets=("a",), limits="p90<10s")
     chosen = view.with_policy(Policy(0.3, 0.2, 100, "mtp"))
-    assert chosen.policy == Policy(0.3, 0.2, 100, "mtp")
+    assert chosen.policy() == Policy(0.3, 0.2, 100, "mtp")
     assert (chosen.name, chosen.datasets, chosen.limits) == ("", ("a",), "p90<10s")
+
+
+RULE = Policy(
+    0.8,
+    0.5,
+    400,
+    "base",
+    routes={"dataset=a": Route(0.2)},
+    temperatures={"p1": {"*": 2.0}},
+    pool="log_odds",
+    deadline=8.0,
+)
+
+
+def test_moved_knobs_keep_the_rule_of_the_saved_policy():
+    view = START.with_policy(RULE, "best", "best")
+    assert view.policy(RULE) == RULE
+    moved = replace(view, threshold=0.4, name="")
+    assert moved.policy(RULE) == replace(RULE, threshold=0.4)
+    read = read_view(as_sent(moved.to_query()), START, outcomes())
+    assert (read.view.rule, read.view.whole) == ("best", True)
+    assert read.view.policy(RULE) == moved.policy(RULE)
+
+
+def test_a_point_of_a_front_has_the_rule_without_its_routes_and_deadline():
+    view = START.with_policy(replace(RULE, routes={}, deadline=None, mix=0.9), "", "best")
+    assert view.policy(RULE) == replace(RULE, routes={}, deadline=None, mix=0.9)
 
 
 def test_names_in_the_url_differ():

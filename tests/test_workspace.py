@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,7 +111,8 @@ def test_the_start_is_the_saved_policy_with_its_limits(store):
     view = start_view(found, load(found))
     document = next(saved.document for saved in found.saved if saved.name == "best")
     assert (view.name, view.limits) == ("best", "p90<10s")
-    assert view.policy == Policy.from_dict(document["policy"])
+    assert view.rule == "best"
+    assert view.policy(Policy.from_dict(document["policy"])) == Policy.from_dict(document["policy"])
 
 
 def test_a_saved_policy_that_does_not_fit_is_not_the_start(tmp_path):
@@ -168,6 +170,44 @@ def test_alike_between_the_compared_points_is_as_the_nearest(space, monkeypatch)
     assert rough.shape == exact.shape
     assert rough[-1] == exact[-1]
     assert np.mean(rough == exact) > 0.7
+
+
+CALIBRATED = Policy(0.6, 0.5, 512, "mtp", confidence="margin", temperatures={"p1": {"*": 1.7}})
+
+
+def test_the_best_under_a_rule_is_scored_as_it_is_served(space):
+    targets = parse_targets("p90<20s")
+    best = space.best(targets, CALIBRATED)
+    assert best is not None
+    assert (best.confidence, best.temperatures) == (CALIBRATED.confidence, CALIBRATED.temperatures)
+    score = evaluate(space.tune, best)
+    assert score.p90 < 20
+    for threshold in np.linspace(0, 1.1, 12):  # no policy of the same rule does better
+        other = evaluate(space.tune, replace(best, threshold=float(threshold)))
+        assert other.p90 >= 20 or other.accuracy <= score.accuracy + 1e-12
+    assert space.marked("x", best).values[None]["accuracy"] == pytest.approx(score.accuracy)
+
+
+def test_a_front_under_a_rule_gives_policies_of_that_rule(space):
+    front = space.front("p90", "mtp", CALIBRATED)
+    at = len(front.front) - 1
+    policy = point_of([front], [{"customdata": [f"0:{at}"]}])
+    assert policy is not None
+    assert policy.temperatures == CALIBRATED.temperatures
+    assert evaluate(space.tune, policy).accuracy == pytest.approx(front.front.y[at])
+    assert space.alike(front, policy)[at]
+
+
+def test_the_confidences_are_compared_by_what_can_be_reached(space):
+    rows = {row.definition: row for row in space.confidences(parse_targets("p90<20s"))}
+    assert list(rows) == ["max", "margin", "entropy"]
+    assert rows["max"].policy == space.best(parse_targets("p90<20s"))
+    for name, row in rows.items():
+        assert row.policy is not None
+        assert row.score is not None
+        assert row.policy.confidence == name
+        assert evaluate(space.tune, row.policy).accuracy == row.score.accuracy
+        assert row.aurc == pytest.approx(space.curves.confidences()[name].summary)
 
 
 # --- evidence for a chosen policy -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from calib import figures
 from calib.curves import Curve
 from calib.errors import CalibError
+from calib.show import percent, seconds
 from views import parts, shell
 
 GROUPS = {
@@ -67,15 +68,20 @@ def _against(now: shell.Bench, metric: str, names: Sequence[str | None]) -> None
     p, limits = now.policy, [t for t in now.targets if t.metric == metric]
 
     def draw() -> go.Figure:
-        found = now.space.curves.against_threshold(
+        found = now.space.curves_of(p).against_threshold(
             metric, mix=p.mix, think_budget=p.think_budget, arm=p.arm, datasets=names, points=POINTS
         )
         if metric == "p99":  # so few questions bound it from no side: the bands would cover the lines
             found = [c if c.dataset is None else replace(c, low=_unbound(c), high=_unbound(c)) for c in found]
         figure = figures.threshold_curves(
-            found, marked=parts.fixed_marks(now), targets=limits, styles=parts.styles(now), theme=now.theme
+            found,
+            marked=parts.fixed_marks(now, against="threshold"),
+            targets=limits,
+            styles=parts.styles(now),
+            theme=now.theme,
         )
-        return parts.small(figure, "Threshold (confidence, 0 to 1)")
+        kind = "confidence" if p.temperatures is None else "calibrated confidence"
+        return parts.small(figure, f"Threshold ({kind}, 0 to 1)")
 
     key = ("threshold", metric, replace(p, threshold=0), tuple(names), now.targets)
     parts.chart(parts.with_current(now, key, draw, x="threshold", y=metric, names=names), f"threshold-{metric}")
@@ -98,7 +104,7 @@ def _threshold(now: shell.Bench) -> None:
 
 
 def _budget(now: shell.Bench) -> None:
-    curves, p, names = now.space.curves, now.policy, _datasets(now)
+    curves, p, names = now.space.curves_of(now.policy), now.policy, _datasets(now)
     look: dict[str, Any] = {"marked": parts.fixed_marks(now), "styles": parts.styles(now), "theme": now.theme}
     parts.legend(now, names)
 
@@ -113,7 +119,7 @@ def _budget(now: shell.Bench) -> None:
     left, right = parts.pair("budget")
     with left:
         if len(now.outcomes.budgets) > 1:
-            key = ("budget", p.threshold, p.mix, p.arm, tuple(names), now.targets)
+            key = ("budget", replace(p, think_budget=1), tuple(names), now.targets)
             figure = parts.with_current(now, key, by_budget, x="think_budget", y="accuracy", names=names)
             parts.chart(figure, "budget")
         else:
@@ -122,7 +128,7 @@ def _budget(now: shell.Bench) -> None:
                 "calib collect QUESTIONS --budgets 512,2048,8192"
             )
     with right:
-        other = ("mix", p.threshold, p.think_budget, tuple(names), now.targets)
+        other = ("mix", replace(p, mix=0), tuple(names), now.targets)
         parts.chart(parts.with_current(now, other, by_mix, x="mix", y="accuracy", names=names), "mix")
 
 
@@ -131,7 +137,7 @@ def _latency(now: shell.Bench) -> None:
     if not arms:
         st.info("Seconds are not known: import with --system1-ms and --tokens-per-second, or measure: calib collect")
         return
-    found = now.space.curves.latency(now.policy, arms=arms, points=POINTS)
+    found = now.space.curves_of(now.policy).latency(now.policy, arms=arms, points=POINTS)
     limits = [t for t in now.targets if t.is_latency and t.dataset is None and not t.worst]
     parts.chart(figures.latency_distribution(found, targets=limits, theme=now.theme), "latency")
     st.caption("Share of the questions that finish within a time, under the thinking rule of the chosen policy.")
@@ -144,7 +150,7 @@ def _latency(now: shell.Bench) -> None:
 
 
 def _trust(now: shell.Bench) -> None:
-    curves, names = now.space.curves, _datasets(now)
+    curves, names = now.space.curves_of(now.policy), _datasets(now)
     marked = [*parts.fixed_marks(now), now.space.marked("current", now.policy)]
     left, right = parts.pair("trust")
     with left:
@@ -156,11 +162,38 @@ def _trust(now: shell.Bench) -> None:
         parts.chart(figure, "risk")
         st.caption("Errors among the answers that System 1 keeps: a good confidence keeps the curve low at the left.")
     with right:
-        before, after = curves.reliability(now.policy)
         marks = now.space.marked("", now.policy).marks
-        figure = figures.reliability(before, after, marks=marks, theme=now.theme)
+        figure = figures.reliability(curves.reliability(now.policy), marks=marks, theme=now.theme)
         parts.chart(parts.small(figure, "Confidence (0 to 1, 15 bins)", height=TALL, legend=True), "reliability")
-        st.caption("Is a confidence of 80 % right 80 times of 100? Before thinking, and after the policy.")
+        st.caption(
+            "Is a confidence of 80 % right 80 times of 100? Each system as it answered, and after the policy, "
+            "with 95 % intervals by bin."
+        )
+    left, right = parts.pair("confidences")
+    with left:
+        figure = figures.confidences(curves.confidences(points=POINTS), theme=now.theme)
+        figure = parts.small(figure, "Coverage (share kept, surest first)", "Risk (share wrong)", legend=True)
+        parts.chart(figure, "confidences")
+    with right:
+        st.markdown("**Which confidence?**")
+        st.dataframe(
+            [
+                {
+                    "confidence": row.definition,
+                    "area under risk": f"{row.aurc:.4f}",
+                    "best accuracy": "-" if row.score is None else percent(row.score.accuracy),
+                    "think rate": "-" if row.score is None else percent(row.score.think_rate),
+                    "p90": "-" if row.score is None else seconds(row.score.p90),
+                }
+                for row in now.space.confidences(() if parts.needs_unknown_latency(now, now.targets) else now.targets)
+            ],
+            hide_index=True,
+        )
+        inside = f" inside {shell.plain(', '.join(map(str, now.targets)))}" if now.targets else ""
+        st.caption(
+            f"The exact optimum{inside} with each, on the tune questions and uncalibrated. serve.env knows `max` only; "
+            "calib optimize --confidence margin tunes with another, for the gateway."
+        )
 
 
 page()

@@ -74,7 +74,7 @@ def _tried(now: shell.Bench, metric: str) -> tuple[NDArray[np.float64], NDArray[
 
 def _front(now: shell.Bench, metric: str, tried: tuple[NDArray[np.float64], NDArray[np.float64]] | None) -> None:
     arms = list(now.outcomes.arms) if metric == "tokens" else _arms(now)
-    fronts = [now.space.front(metric, arm) for arm in arms]
+    fronts = [now.space.front(metric, arm, now.policy) for arm in arms]
     if metric == "tokens":  # which do not depend on the arm
         fronts = fronts[:1]
     baselines = [now.space.marked(shell.BASELINES[name], p) for name, p in now.space.baselines.items()]

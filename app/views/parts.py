@@ -155,9 +155,14 @@ def styles(now: Bench) -> Styles:
     return dataset_colours(now.space.names)
 
 
-def fixed_marks(now: Bench) -> list[Marked]:
-    """What figures mark and no slider moves: the published default, the tuned optimum."""
-    found = [now.space.marked("published default", now.space.baselines["default"])]
+def fixed_marks(now: Bench, *, against: str = "") -> list[Marked]:
+    """What figures mark and no slider moves: the published default, the tuned optimum.
+
+    Against the threshold the default stands only where its threshold means the same confidence.
+    """
+    default, rule = now.space.baselines["default"], now.policy
+    same = (default.confidence, default.temperatures) == (rule.confidence, rule.temperatures)
+    found = [now.space.marked("published default", default)] if same or against != "threshold" else []
     tuned = tuned_policy(now)
     if tuned is not None:
         found.append(now.space.marked("tuned optimum", tuned))
@@ -200,7 +205,7 @@ def tuned_policy(now: Bench) -> Policy | None:
     """The best policy inside the limits on the tune questions; none where the limits cannot be met or are unknown."""
     if needs_unknown_latency(now, now.targets):
         return None
-    return now.space.best(now.targets).policy
+    return now.space.best(now.targets, now.policy)
 
 
 def needs_unknown_latency(now: Bench, targets: Sequence[Target]) -> bool:

@@ -185,8 +185,10 @@ def change(**fields: Any) -> None:
 
 
 def choose(policy: Policy, name: str = BY_HAND) -> None:
-    """Choose a policy everywhere."""
-    st.session_state["view"] = st.session_state["view"].with_policy(policy, name)
+    """Choose a policy everywhere: one that has a name, or one found under the rule that holds now."""
+    view: View = st.session_state["view"]
+    rule = view.rule if name == BY_HAND else "" if name in BASELINES else name
+    st.session_state["view"] = view.with_policy(policy, name, rule)
 
 
 def enter(settings: Settings) -> None:
@@ -213,9 +215,8 @@ def enter(settings: Settings) -> None:
     view = st.session_state["view"] = _possible(st.session_state["view"], found, outcomes)
     space, trouble = _selected(found, view, model, load)
     targets, doubt = _targets(view, space)
-    policy = view.policy
-    if view.name in saved:
-        policy = Policy.from_dict(saved[view.name].document["policy"])
+    rule = saved.get(view.rule)
+    policy = view.policy(None if rule is None else Policy.from_dict(rule.document["policy"]))
     theme: Literal["light", "dark"] = "dark" if st.context.theme.type == "dark" else "light"
     now = Bench(settings, found, outcomes, space, view, policy, saved, targets, theme)
     st.session_state["bench"] = now
@@ -259,7 +260,9 @@ def _possible(view: View, found: Snapshot, outcomes: Outcomes) -> View:
         name = name if same else BY_HAND
     elif name not in BASELINES:
         name = BY_HAND
-    return replace(view, think_budget=budget, arm=arm, datasets=datasets, name=name)
+    there_too = view.rule in workspace.fitting(found, outcomes)
+    rule, whole = (view.rule, view.whole) if there_too else ("", False)
+    return replace(view, think_budget=budget, arm=arm, datasets=datasets, name=name, rule=rule, whole=whole)
 
 
 def _selected(found: Snapshot, view: View, model: str | None, load: int | None) -> tuple[Workspace, str]:
@@ -418,6 +421,25 @@ def _policy_widgets(now: Bench) -> None:
             on_change=changed("w_arm", "arm", str, name=BY_HAND),
             help="A way of serving the same model. Answers are shared, latency is not.",
         )
+    special = _special(now.policy)
+    if special and view.name == BY_HAND:
+        st.caption(plain(f"As in {view.rule}: {', '.join(special)}."))
+        st.button(
+            "Leave that out",
+            on_click=change,
+            kwargs={"rule": "", "whole": False},
+            key="drop-rule",
+            help="The knobs alone: raw probabilities, linear mix, the same for every request.",
+        )
+
+
+def _special(policy: Policy) -> list[str]:
+    """What a policy has beside its four knobs, in words."""
+    found = ["calibrated probabilities"] * (policy.temperatures is not None)
+    found += [f"confidence {policy.confidence}"] * (policy.confidence != "max")
+    found += [f"pool {policy.pool}"] * (policy.pool != "linear")
+    found += [f"{len(policy.routes)} routes"] * bool(policy.routes)
+    return found + ([] if policy.deadline is None else [f"deadline {policy.deadline:g} s"])
 
 
 def _limits_widget(doubt: str) -> None:

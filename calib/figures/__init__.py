@@ -7,7 +7,7 @@ drawn in the colour of the text. The look is in `palette`, what several figures 
 `files` draws and writes all figures of a policy. Leaves the numbers to `calib.curves`.
 """
 
-from calib.figures.answers import differences, flip_bars, reliability, risk_coverage, thinking_helps
+from calib.figures.answers import confidences, differences, flip_bars, reliability, risk_coverage, thinking_helps
 from calib.figures.files import FORMATS, policy_figures, write_curves
 from calib.figures.knobs import accuracy_by_budget, accuracy_by_mix, threshold_curves
 from calib.figures.palette import THEMES, Style, Styles, Theme, dataset_colours
@@ -22,6 +22,7 @@ __all__ = [
     "Theme",
     "accuracy_by_budget",
     "accuracy_by_mix",
+    "confidences",
     "dataset_colours",
     "differences",
     "flip_bars",

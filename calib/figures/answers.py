@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,12 +12,12 @@ from plotly.subplots import make_subplots
 
 from calib.curves import Curve, Marked
 from calib.figures.drawing import draw_curves, draw_marked, marks_of, name_of, styles_of
-from calib.figures.palette import BAD, COLOURS, GOOD, Styles, Theme, axis, canvas, label, settle, theme_colours
+from calib.figures.palette import BAD, COLOURS, GOOD, Styles, Theme, axis, canvas, faded, label, settle, theme_colours
 from calib.intervals import Comparison
-from calib.metrics import Reliability
+from calib.stages import Bins
 from calib.why import WhyRow
 
-__all__ = ["differences", "flip_bars", "reliability", "risk_coverage", "thinking_helps"]
+__all__ = ["STAGES", "confidences", "differences", "flip_bars", "reliability", "risk_coverage", "thinking_helps"]
 
 _MOST_OPTIONS = 12  # of one question, shown as bars
 
@@ -42,7 +42,18 @@ def risk_coverage(
     """
     styles = styles_of(styles, curves)
     figure = canvas("Risk against coverage", theme=theme, marks=marks_of(curves))
-    # among the few most confident questions the risk is all chance: the figure is as high as the rest needs
+    _risk_axes(figure, curves, theme)
+    draw_curves(figure, curves, styles, theme, x_hover="coverage %{x:.2%}", bands=False)
+    datasets = [c.dataset for c in curves]
+    draw_marked(figure, marked, datasets, x="coverage", y="risk", styles=styles, theme=theme)
+    return settle(figure)
+
+
+def _risk_axes(figure: go.Figure, curves: Sequence[Curve], theme: Theme) -> None:
+    """Axes of risk against coverage.
+
+    Among the few most confident questions the risk is all chance: the figure is as high as the rest needs.
+    """
     top = max((float(np.nanmax(c.y[c.x >= 0.05], initial=0.0)) for c in curves), default=0.0)
     figure.update_layout(
         xaxis=axis(
@@ -55,32 +66,60 @@ def risk_coverage(
             "Risk: share wrong among the kept (%)", theme=theme, range=[0, 1.08 * top or 1.0], tickformat=".1~%"
         ),
     )
-    draw_curves(figure, curves, styles, theme, x_hover="coverage %{x:.2%}", bands=False)
-    datasets = [c.dataset for c in curves]
-    draw_marked(figure, marked, datasets, x="coverage", y="risk", styles=styles, theme=theme)
-    return settle(figure)
 
 
-def reliability(
-    before: Reliability, after: Reliability, *, marks: Sequence[str] = (), theme: Theme = "light"
-) -> go.Figure:
-    """Accuracy against confidence by bin, before and after mixing, with the number of questions in each bin.
+def confidences(curves: Mapping[str, Curve], *, theme: Theme = "light") -> go.Figure:
+    """Risk against coverage of System 1's answers by each definition of the confidence.
 
     Parameters
     ----------
-    before, after : Reliability
-        From `Curves.reliability`: System 1's answers; those of the policy.
+    curves : mapping of str to Curve
+        From `Curves.confidences`.
+    theme : {"light", "dark"}
+    """
+    figure = canvas("Which confidence puts the wrong answers last?", theme=theme, marks=marks_of(curves.values()))
+    _risk_axes(figure, list(curves.values()), theme)
+    for (name, curve), colour, dash in zip(curves.items(), COLOURS, ("solid", "dash", "dot"), strict=False):
+        figure.add_scatter(
+            x=curve.x,
+            y=curve.y,
+            mode="lines",
+            name=f"{label(name)} (area {curve.summary:.4f})",
+            line={"color": colour, "width": 2, "dash": dash},
+            hovertemplate=(
+                f"<b>{label(name)}</b><br>coverage %{{x:.2%}}<br>wrong among the kept %{{y:.2%}}"
+                f"<br>{curve.n:,} questions<extra></extra>"
+            ),
+        )
+    return settle(figure)
+
+
+STAGES = {
+    "p1": ("System 1", COLOURS[0], "circle"),
+    "p2": ("System 2 alone", COLOURS[1], "square"),
+    "final": ("after the policy", COLOURS[3], "diamond"),
+}
+"""Name, colour and symbol of each stage of a probability."""
+
+
+def reliability(stages: Mapping[str, Bins], *, marks: Sequence[str] = (), theme: Theme = "light") -> go.Figure:
+    """Accuracy against confidence by bin, with intervals, and the number of questions in each bin.
+
+    Parameters
+    ----------
+    stages : mapping of str to Bins
+        From `Curves.reliability`: System 1's answers, System 2's, those of the policy.
     marks : sequence of str
     theme : {"light", "dark"}
     """
     colours = theme_colours(theme)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.72, 0.28], vertical_spacing=0.06)
     figure.update_layout(canvas("Reliability before and after mixing", theme=theme, marks=marks).layout)
-    bins = len(before.count)
+    bins = max(len(found.count) for found in stages.values())
     figure.update_layout(
-        xaxis={**axis("", theme=theme, range=[0, 1]), "matches": "x2", "showticklabels": False},
+        xaxis={**axis("", theme=theme, range=[0, 1.01]), "matches": "x2", "showticklabels": False},
         xaxis2=axis(
-            f"Confidence: probability of the answer given (0 to 1, {bins} equal bins)", theme=theme, range=[0, 1]
+            f"Confidence: probability of the answer given (0 to 1, {bins} equal bins)", theme=theme, range=[0, 1.01]
         ),
         yaxis=axis("Accuracy (%)", theme=theme, range=[-0.02, 1.02], tickformat=".0%"),
         yaxis2=axis("Questions (count)", theme=theme),
@@ -97,31 +136,39 @@ def reliability(
         row=1,
         col=1,
     )
-    middle = (before.edges[:-1] + before.edges[1:]) / 2
-    for name, found, colour, symbol in (
-        ("System 1", before, COLOURS[0], "circle"),
-        ("after the policy", after, COLOURS[3], "diamond"),
-    ):
+    for stage, found in stages.items():
+        name, colour, symbol = STAGES[stage]
         held = found.count > 0
         edges = [f"({lo:.3f}, {hi:.3f}]" for lo, hi in zip(found.edges[:-1], found.edges[1:], strict=True)]
+        share, low, high = found.accuracy[held], found.low[held], found.high[held]
+        sides = ["" if math.isnan(lo) else f" [{lo:.2%}, {hi:.2%}]" for lo, hi in zip(low, high, strict=True)]
         figure.add_scatter(
             x=found.confidence[held],
-            y=found.accuracy[held],
+            y=share,
             mode="lines+markers",
             line={"color": colour, "width": 1.8},
             marker={"symbol": symbol, "size": 8},
-            name=f"{name}: ECE {100 * found.ece:.2f} %",
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": np.nan_to_num(high - share),
+                "arrayminus": np.nan_to_num(share - low),
+                "color": faded(colour, 0.55),
+                "thickness": 1.2,
+                "width": 3,
+            },
+            name=f"{name}: ECE {found.ece:.2%}",
             legendgroup=name,
-            customdata=list(zip(np.array(edges)[held].tolist(), found.count[held].tolist(), strict=True)),
+            customdata=list(zip(np.array(edges)[held].tolist(), found.count[held].tolist(), sides, strict=True)),
             hovertemplate=(
-                f"<b>{name}</b>, bin %{{customdata[0]}}<br>mean confidence %{{x:.4f}}<br>accuracy %{{y:.2%}}"
-                "<br>%{customdata[1]:,} questions<extra></extra>"
+                f"<b>{name}</b>, bin %{{customdata[0]}}<br>mean confidence %{{x:.4f}}"
+                "<br>accuracy %{y:.2%}%{customdata[2]}<br>%{customdata[1]:,} questions<extra></extra>"
             ),
             row=1,
             col=1,
         )
         figure.add_bar(
-            x=middle,
+            x=(found.edges[:-1] + found.edges[1:]) / 2,
             y=found.count,
             marker={"color": colour},
             name=f"{name}: questions",

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from calib.curves import Curves, Marked
 from calib.errors import CalibError
 from calib.export import write_atomically
-from calib.figures.answers import reliability, risk_coverage, thinking_helps
+from calib.figures.answers import confidences, reliability, risk_coverage, thinking_helps
 from calib.figures.knobs import accuracy_by_budget, accuracy_by_mix, threshold_curves
 from calib.figures.palette import Theme, dataset_colours, theme_colours
 from calib.figures.speed import frontier, latency_distribution
@@ -95,13 +95,14 @@ def policy_figures(
             fronts,
             marked=marked[1:],
             chosen=marked[0],
-            alike=[curves.alike(one.front, policy) for one in fronts],
+            alike=[curves.alike(one, policy) for one in fronts],
             targets=targets,
             theme=theme,
         )
     figures["risk_coverage"] = risk_coverage(curves.risk_coverage(datasets=datasets), marked=marked, **look)
     answers = ("simulated",) * o.simulated
-    figures["reliability"] = reliability(*curves.reliability(policy), marks=answers, theme=theme)
+    figures["confidences"] = confidences(curves.confidences(), theme=theme)
+    figures["reliability"] = reliability(curves.reliability(policy), marks=answers, theme=theme)
     if o.can_think.any():
         rows = why(o, policy.think_budget, policy.arm, policy.mix)
         figures["thinking_helps"] = thinking_helps(rows, theme=theme)
