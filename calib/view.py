@@ -19,8 +19,8 @@ __all__ = ["FRONT_METRICS", "GROUPS", "KEYS", "Read", "View", "read_view", "traf
 FRONT_METRICS = ("p90", "mean", "tokens")
 """What a front can be drawn against."""
 
-GROUPS = ("threshold", "budget", "latency", "trust")
-"""Groups of figures on the page Explore."""
+GROUPS = ("threshold", "latency", "spread", "budget", "trust")
+"""Groups of figures on the page Explore: a group is drawn anew with each move of a slider, so it has few."""
 
 
 class _Key(NamedTuple):

@@ -196,7 +196,7 @@ def test_from_the_first_page_to_the_written_config_and_back(window):
 def test_a_link_reopens_the_view_and_every_page_draws_in_light_and_dark(window):
     page = window.page
     page.emulate_media(color_scheme="dark")
-    page.goto(f"{window.url}/explore?t=0.42&m=0.3&arm=base&show=latency")
+    page.goto(f"{window.url}/explore?t=0.42&m=0.3&arm=base&show=spread")
     page.locator(".js-plotly-plot").nth(2).wait_for()
     window.settled()
     assert (window.knob("t"), window.knob("m"), window.knob("arm")) == ("0.42", "0.3", "base")

@@ -19,10 +19,12 @@ from views import parts, shell
 
 GROUPS = {
     "threshold": "By threshold",
+    "latency": "Latency by threshold",
+    "spread": "Latency distribution",
     "budget": "By budget and mix",
-    "latency": "Latency",
     "trust": "Confidence",
 }
+NO_SECONDS = "Seconds are not known: import with --system1-ms and --tokens-per-second, or measure: calib collect"
 POINTS = 600
 """Points of one figure: more do not show on a screen."""
 TALL = 560
@@ -45,9 +47,9 @@ def page() -> None:
         label_visibility="collapsed",
         on_change=shell.changed("w_group", "group", str),
     )
-    draw = {"threshold": _threshold, "budget": _budget, "latency": _latency, "trust": _trust}[now.view.group]
+    draw = {"threshold": _threshold, "latency": _latency, "spread": _spread, "budget": _budget, "trust": _trust}
     try:
-        draw(now)
+        draw[now.view.group](now)
     except CalibError as error:
         st.info(shell.plain(str(error)))
 
@@ -92,15 +94,23 @@ def _unbound(curve: Curve) -> NDArray[np.float64]:
 
 
 def _threshold(now: shell.Bench) -> None:
+    _beside(now, ("accuracy", "think_rate"))
+
+
+def _latency(now: shell.Bench) -> None:
+    if now.space.has_latency(now.policy):
+        _beside(now, ("p90", "p99"))
+    else:
+        st.info(NO_SECONDS)
+
+
+def _beside(now: shell.Bench, metrics: tuple[str, str]) -> None:
+    """Two metrics against the threshold."""
     names = _datasets(now)
     parts.legend(now, names)
-    known = now.space.has_latency(now.policy)
-    for row in [("accuracy", "think_rate"), *([("p90", "p99")] if known else [])]:
-        for metric, column in zip(row, parts.pair(f"threshold-{row[0]}"), strict=True):
-            with column:
-                _against(now, metric, names)
-    if not known:
-        st.caption("Without seconds there is no latency to draw.")
+    for metric, column in zip(metrics, parts.pair(f"threshold-{metrics[0]}"), strict=True):
+        with column:
+            _against(now, metric, names)
 
 
 def _budget(now: shell.Bench) -> None:
@@ -132,21 +142,17 @@ def _budget(now: shell.Bench) -> None:
         parts.chart(parts.with_current(now, other, by_mix, x="mix", y="accuracy", names=names), "mix")
 
 
-def _latency(now: shell.Bench) -> None:
+def _spread(now: shell.Bench) -> None:
     arms = [arm for arm in now.outcomes.arms if now.space.tune.has_latency(arm)]
     if not arms:
-        st.info("Seconds are not known: import with --system1-ms and --tokens-per-second, or measure: calib collect")
+        st.info(NO_SECONDS)
         return
     found = now.space.curves_of(now.policy).latency(now.policy, arms=arms, points=POINTS)
     limits = [t for t in now.targets if t.is_latency and t.dataset is None and not t.worst]
     parts.chart(figures.latency_distribution(found, targets=limits, theme=now.theme), "latency")
     st.caption("Share of the questions that finish within a time, under the thinking rule of the chosen policy.")
     if now.space.has_latency(now.policy):
-        names = _datasets(now)
-        parts.legend(now, names)
-        for metric, column in zip(("p50", "mean"), parts.pair("latency"), strict=True):
-            with column:
-                _against(now, metric, names)
+        _beside(now, ("p50", "mean"))
 
 
 def _trust(now: shell.Bench) -> None:
