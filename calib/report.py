@@ -18,17 +18,20 @@ from typing import Any
 import numpy as np
 
 from calib import __version__
+from calib.atomic import write_atomically
+from calib.confidences import compare_confidences
 from calib.curves import Curves, Marked
 from calib.errors import CalibError
-from calib.export import knobs, write_atomically
 from calib.figures import differences, policy_figures
 from calib.flips import Flips, flips
 from calib.intervals import Comparison
+from calib.knobs import knobs
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
 from calib.page import Html, badge, bullets, command, escaped, figure, joined, page, paragraph, section, table
 from calib.policy import Policy
 from calib.questions import Question
-from calib.show import in_unit, number, percent, policy_line, seconds
+from calib.show import in_unit, number, percent, policy_line, seconds, verification_cells
+from calib.store import Verification
 from calib.target import RATES, Target, parse_target
 
 __all__ = ["MOST_FLIPS", "report_html", "write_report"]
@@ -37,6 +40,7 @@ MOST_FLIPS = 60
 """Flipped questions that a report shows one by one."""
 _MOST_CURVES = 12  # datasets drawn one by one; with more, the figures show all questions together
 _MOST_OPTIONS = 8  # of one flipped question
+_MOST_RUNS = 3  # of calib verify
 
 _MARKS = {
     SIMULATED: "Simulated: no real model answered. The numbers say nothing about a real server.",
@@ -59,6 +63,7 @@ def write_report(
     questions: Iterable[Question] | None = None,
     keep_text: bool = True,
     store: str | None = None,
+    verifications: Sequence[Verification] = (),
 ) -> Path:
     """Write the report, for ``calib report NAME --out FILE``.
 
@@ -76,6 +81,8 @@ def write_report(
         Whether texts may stand in the report; without them flipped questions have their names and numbers only.
     store : str, optional
         Where the outcomes are, for the commands to type; never with a password.
+    verifications : sequence of Verification
+        Runs of ``calib verify`` (`Store.verifications`); the last ones of this very policy are shown.
 
     Returns
     -------
@@ -87,7 +94,8 @@ def write_report(
         When the document is of another model, or the file cannot be written.
     """
     target = Path(path)
-    text = report_html(document, outcomes, questions=questions if keep_text else None, store=store)
+    texts = questions if keep_text else None
+    text = report_html(document, outcomes, questions=texts, store=store, verifications=verifications)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -102,9 +110,10 @@ def report_html(
     *,
     questions: Iterable[Question] | None = None,
     store: str | None = None,
+    verifications: Sequence[Verification] = (),
 ) -> str:
     """The report as text; arguments as for `write_report`."""
-    report = _Report(document, outcomes, questions, store)
+    report = _Report(document, outcomes, questions, store, verifications)
     return page(f"calib: {report.name} of {report.model}", *report.parts())
 
 
@@ -117,6 +126,7 @@ class _Report:
         outcomes: Outcomes,
         questions: Iterable[Question] | None,
         store: str | None,
+        verifications: Sequence[Verification],
     ) -> None:
         tuned_on = (document.get("fingerprints") or {}).get("model")
         if tuned_on and outcomes.fingerprint and tuned_on != outcomes.fingerprint:
@@ -125,6 +135,7 @@ class _Report:
                 f"outcomes ({outcomes.model}): choose it with --model, or tune again: calib optimize"
             )
         self.document, self.store = document, store
+        self.runs = [run for run in verifications if run.summary.get("policy") == document.get("policy")]
         self.name, self.model = str(document.get("name", "best")), str(document.get("model", outcomes.model))
         share = float((document.get("split") or {}).get("test_share", 0.0))
         self.tune, self.test = outcomes.split(share)
@@ -157,7 +168,7 @@ class _Report:
     def parts(self) -> list[Html]:
         """Everything on the page."""
         answers = Html(f'<div class="answers">{joined([self._helped(), self._which(), self._trust()])}</div>')
-        parts = [self._head(), answers, self._targets(), self._compared(), self._datasets()]
+        parts = [self._head(), answers, self._targets(), self._verified(), self._compared(), self._datasets()]
         shown = self.policy or self._nearest_policy()
         if shown is not None:
             parts += self._figures(shown)
@@ -168,6 +179,7 @@ class _Report:
         marks = joined(badge(mark) for mark in self.marks)
         links = (
             ("targets", "Targets"),
+            *[("verified", "Measured")] * bool(self.runs),
             ("compared", "Compared"),
             ("datasets", "Datasets"),
             ("curves", "Curves"),
@@ -296,6 +308,24 @@ class _Report:
         columns = ["target", where, "interval", "met", "certified", "more questions needed", "because"]
         return section("Targets", table(columns, rows, left=7), name="targets")
 
+    def _verified(self) -> Html:
+        """Predicted beside measured, of the last runs of `calib verify`."""
+        if not self.runs:
+            return Html("")
+        parts: list[object] = []
+        for run in reversed(self.runs[-_MOST_RUNS:]):
+            found = run.summary
+            kind = {"kept": "good", "missed": "bad"}.get(found["verdict"], "plain")
+            load = f"{run.rate:g} requests/s" if run.rate is not None else f"{run.concurrency} in flight"
+            head = f" {run.at[:16].replace('T', ' ')} UTC, {found['n']:,} held-out questions at {run.url}, {load} "
+            badges = joined(badge(mark) for mark in found["marks"])
+            parts.append(paragraph(joined([badge(found["verdict"].replace("_", " "), kind), head, badges])))
+            rows = [[escaped(cell) for cell in verification_cells(line)] for line in found["lines"]]
+            parts.append(table(["", "predicted", "measured", "verdict"], rows, left=4))
+            said = [found["certificate"]["statement"]] if found["certificate"] else []
+            parts.append(bullets([*said, *found["warnings"]]))
+        return section("Predicted beside measured", *parts, name="verified")
+
     def _compared(self) -> Html:
         if self.policy is None:
             return Html("")
@@ -395,7 +425,7 @@ class _Report:
             "threshold at a time; a click on a name in the legend hides it."
         )
         grid = Html(f'<div class="figures">{joined(figure(one) for one in drawn.values())}</div>')
-        parts = [section("Curves", paragraph(note, muted=True), grid, name="curves")]
+        parts = [section("Curves", paragraph(note, muted=True), grid, self._confidences(targets), name="curves")]
         if front is None:
             text = "Without seconds there is no front of accuracy against latency: import with rates, or measure."
             parts.append(section("Front", paragraph(text), name="front"))
@@ -403,6 +433,28 @@ class _Report:
             text = "Each point is the most accurate policy at its latency, for each arm; hover for its knobs."
             parts.append(section("Front", paragraph(text, muted=True), figure(front, wide=True), name="front"))
         return parts
+
+    def _confidences(self, targets: Sequence[Target]) -> Html:
+        """What the exact optimum reaches with each definition of the confidence."""
+        known = any(self.tune.has_latency(arm) for arm in self.tune.arms)
+        kept = [t for t in targets if known or not t.is_latency]
+        rows = [
+            [
+                row.definition,
+                f"{row.aurc:.4f}",
+                "-" if row.score is None else percent(row.score.accuracy),
+                "-" if row.score is None else percent(row.score.think_rate),
+                "-" if row.score is None else seconds(row.score.p90),
+                "-" if row.score is None else seconds(row.score.p99),
+            ]
+            for row in compare_confidences(self.tune, kept)
+        ]
+        head = ["confidence", "area under risk-coverage", "best accuracy", "think rate", "p90", "p99"]
+        text = (
+            "The exact optimum inside the limits with each definition of the confidence, on the tune questions and as "
+            "the systems answered."
+        )
+        return Html(f"{paragraph(text, muted=True)}{table(head, rows)}")
 
     def _costs(self) -> Html:
         metric = (self.document.get("exact") or {}).get("metric", "accuracy")

@@ -82,7 +82,7 @@ def _against(now: shell.Bench, metric: str, names: Sequence[str | None]) -> None
             styles=parts.styles(now),
             theme=now.theme,
         )
-        kind = "confidence" if p.temperatures is None else "calibrated confidence"
+        kind = "calibrated confidence" if p.calibration.changes("p1") else "confidence"
         return parts.small(figure, f"Threshold ({kind}, 0 to 1)")
 
     key = ("threshold", metric, replace(p, threshold=0), tuple(names), now.targets)
@@ -178,7 +178,9 @@ def _trust(now: shell.Bench) -> None:
     left, right = parts.pair("confidences")
     with left:
         figure = figures.confidences(curves.confidences(points=POINTS), theme=now.theme)
-        figure = parts.small(figure, "Coverage (share kept, surest first)", "Risk (share wrong)", legend=True)
+        figure = parts.small(
+            figure, "Coverage (share kept, surest first)", "Risk (share wrong)", height=400, legend=True
+        )
         parts.chart(figure, "confidences")
     with right:
         st.markdown("**Which confidence?**")

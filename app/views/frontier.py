@@ -109,7 +109,7 @@ def _chosen(now: shell.Bench) -> None:
         inside = f" inside {shell.plain(', '.join(map(str, now.targets)))}" if now.targets else ""
         st.button(
             f"Choose the most accurate{inside}: {percent(values['accuracy'])}, p90 {seconds(values['p90'])}, "
-            f"p99 {seconds(values['p99'])}, {number(values['tokens'])} tokens",
+            f"p99 {seconds(values['p99'])}, {number(values['tokens'], 1)} tokens",
             on_click=shell.choose,
             args=(tuned,),
             key="take-optimum",

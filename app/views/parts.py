@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import plotly.graph_objects as go
@@ -160,9 +161,10 @@ def fixed_marks(now: Bench, *, against: str = "") -> list[Marked]:
 
     Against the threshold the default stands only where its threshold means the same confidence.
     """
-    default, rule = now.space.baselines["default"], now.policy
-    same = (default.confidence, default.temperatures) == (rule.confidence, rule.temperatures)
-    found = [now.space.marked("published default", default)] if same or against != "threshold" else []
+    default = now.space.marked("published default", now.space.baselines["default"])
+    if against == "threshold" and (now.policy.confidence != "max" or now.policy.calibration.changes("p1")):
+        default = replace(default, values={})  # it keeps its place, and with it the others their symbols
+    found = [default]
     tuned = tuned_policy(now)
     if tuned is not None:
         found.append(now.space.marked("tuned optimum", tuned))

@@ -309,6 +309,8 @@ def draw_marked(
     for i, one in enumerate(marked):
         symbol = MARK_SYMBOLS[i % len(MARK_SYMBOLS)]
         shown = [d for d in datasets if d in one.values]
+        if not shown:
+            continue
         where = [_coordinate_of(one, d, x) for d in shown]
         value = [_coordinate_of(one, d, y) for d in shown]
         figure.add_scatter(
