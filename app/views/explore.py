@@ -47,6 +47,8 @@ def page() -> None:
         label_visibility="collapsed",
         on_change=shell.changed("w_group", "group", str),
     )
+    if now.policy.deadline is not None:
+        st.caption(f"Lines without the deadline of {now.policy.deadline:g} s; the star and the numbers above have it.")
     draw = {"threshold": _threshold, "latency": _latency, "spread": _spread, "budget": _budget, "trust": _trust}
     try:
         draw[now.view.group](now)
