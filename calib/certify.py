@@ -63,7 +63,8 @@ class Terms:
     cost : Cost or None
         Prices of the metric ``cost``.
     deadline : float or None
-        Seconds after which the gateway answers at the latest; without it a mean latency is never certified.
+        Seconds after which the gateway answers at the latest, the policy's own when left out; without one no mean
+        latency is certified.
     datasets : tuple of str
         Datasets that exist besides those of the questions: ``worst`` cannot be certified without a question of each.
     resamples : int
@@ -182,7 +183,7 @@ def check_target(
     if where is not None:
         interval = intervals(
             outcomes.take(where),
-            _take(d, where),
+            d.take(where),
             rng=rng,
             level=terms.level,
             resamples=terms.resamples,
@@ -207,10 +208,19 @@ def check_target(
 
 
 def check_targets(
-    targets: Sequence[Target], outcomes: Outcomes, policy: Policy, terms: Terms, *, rng: np.random.Generator
+    targets: Sequence[Target],
+    outcomes: Outcomes,
+    policy: Policy,
+    terms: Terms,
+    *,
+    rng: np.random.Generator,
+    decisions: Decisions | None = None,
 ) -> tuple[TargetTest, ...]:
-    """Test several targets of one policy: each `passed` at alpha, each `certified` after Holm's correction."""
-    d = decide(outcomes, policy)
+    """Test several targets of one policy: each `passed` at alpha, each `certified` after Holm's correction.
+
+    Arguments as for `check_target`.
+    """
+    d = decide(outcomes, policy) if decisions is None else decisions
     tests = [check_target(target, outcomes, policy, terms, rng=rng, decisions=d) for target in targets]
     tested = [(i, t.p_value) for i, t in enumerate(tests) if t.p_value is not None]
     for (i, _), p in zip(tested, exact.holm([p for _, p in tested]), strict=True):
@@ -241,6 +251,8 @@ class Certificate:
     level, alpha : float
         Asked for, and what this look may spend.
     look : int
+    candidates : int
+        How many there were: the reported questions had a say in which of them is returned.
     tested, passed : tuple of int
         Candidates in the order in which they were tested, and those that passed.
     marks : tuple of str
@@ -258,6 +270,7 @@ class Certificate:
     level: float
     alpha: float
     look: int
+    candidates: int
     tested: tuple[int, ...]
     passed: tuple[int, ...]
     marks: tuple[str, ...]
@@ -281,6 +294,7 @@ class Certificate:
             "level": self.level,
             "alpha": self.alpha,
             "look": self.look,
+            "candidates": self.candidates,
             "candidates_tested": len(self.tested),
             "candidates_passed": len(self.passed),
             "marks": list(self.marks),
@@ -368,6 +382,7 @@ def certify(
         level,
         alpha,
         look,
+        len(candidates),
         tuple(done),
         tuple(passed),
         marks,
@@ -387,8 +402,7 @@ _NOT_HELD_OUT: dict[str, Any] = {
 
 def marks_of(policy: Policy, outcomes: Outcomes) -> tuple[str, ...]:
     """Marks that follow the numbers of a policy, over all its routes."""
-    found = {mark for part, _ in policy.parts(outcomes) for mark in outcomes.marks_of(part.arm, part.think_budget)}
-    return tuple(sorted(found))
+    return tuple(sorted({mark for arm, budget in policy.readings(outcomes) for mark in outcomes.marks_of(arm, budget)}))
 
 
 def _order(candidates: Sequence[Policy], tune: Outcomes, targets: Sequence[Target], terms: Terms) -> list[int]:
@@ -415,8 +429,9 @@ def _test(target: Target, outcomes: Outcomes, policy: Policy, d: Decisions, term
     for part, where in split_selector(target, outcomes, terms.datasets):
         if not where.size:
             return _never(f"no question of {part.dataset!r} is among the test questions")
-        taken, decided = (outcomes, d) if where.size == outcomes.n else (outcomes.take(where), _take(d, where))
-        risk = restate(part, taken, policy, decided, cost=terms.cost, deadline=terms.deadline)
+        taken, decided = (outcomes, d) if where.size == outcomes.n else (outcomes.take(where), d.take(where))
+        deadline = policy.deadline if terms.deadline is None else terms.deadline
+        risk = restate(part, taken, policy, decided, cost=terms.cost, deadline=deadline)
         results.append(_never(risk.reason) if isinstance(risk, Untestable) else _test_risk(risk, taken, terms.alpha))
     if len(results) == 1:
         return results[0]
@@ -493,10 +508,6 @@ def _value(target: Target, score: Evaluation, outcomes: Outcomes) -> tuple[float
     return value, of is not None and least >= 0, of
 
 
-def _take(d: Decisions, where: NDArray[np.int64]) -> Decisions:
-    return Decisions(d.p[where], d.thinks[where], d.latency[where], d.tokens[where])
-
-
 def _statement(
     verdict: Verdict,
     tests: Sequence[TargetTest],
@@ -514,6 +525,11 @@ def _statement(
     load = int(outcomes.concurrency[outcomes.arm_index(policy.arm)])
     at = f"at {load} requests in flight" if load else "at the load at which they were collected (not recorded)"
     about = f"It is about questions like these {outcomes.n}, drawn independently, {at}."
+    if policy.deadline is not None:
+        about += (
+            f" It takes for granted that the gateway keeps the deadline of {policy.deadline:g} s, and reads a thought "
+            "that it closes as at the largest collected budget that ends in time."
+        )
     if marks:
         about += f" The numbers are {' and '.join(marks)}."
     if verdict == "certified":

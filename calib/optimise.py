@@ -116,6 +116,8 @@ class Front(Sequence[Point]):
         Whether over all mixes, or over a grid of them.
     confidence, pool : str
         Definitions that the policies use.
+    deadline, on_deadline
+        Of all the policies.
     """
 
     x: Floats
@@ -128,6 +130,8 @@ class Front(Sequence[Point]):
     method: str
     confidence: str = "max"
     pool: str = "linear"
+    deadline: float | None = None
+    on_deadline: str = "system2"
 
     def __len__(self) -> int:
         return len(self.x)
@@ -140,7 +144,13 @@ class Front(Sequence[Point]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         where = float(self.threshold[at]), float(self.mix[at]), int(self.think_budget[at]), str(self.arm[at])
-        policy = Policy(*where, confidence=self.confidence, pool=self.pool)
+        policy = Policy(
+            *where,
+            confidence=self.confidence,
+            pool=self.pool,
+            deadline=self.deadline,
+            on_deadline=self.on_deadline,
+        )
         return Point(float(self.x[at]), float(self.y[at]), policy)
 
 
@@ -202,6 +212,12 @@ class Price:
     objective: float
     gain: float
     policy: Policy | None
+
+    @classmethod
+    def of(cls, target: Target, free: Optimum, found: Optimum) -> Price:
+        """What a target costs by the optimum without it and the one with it."""
+        gain = free.objective - found.objective if found.maximize else found.objective - free.objective
+        return cls(target, free.objective, max(gain, 0.0) if gain == gain else gain, free.policy)
 
 
 def optimum(
@@ -361,6 +377,8 @@ def pareto(
         search.method,
         table.confidence,
         table.pool,
+        table.deadline,
+        table.on_deadline,
     )
 
 
@@ -392,11 +410,12 @@ def nearest(
         slack = np.array([slacks(target, v) for target, v in zip(search.targets, value, strict=True)]).reshape(n, rows)
         objective = part.score(search.metric)
         met = slack >= 0
+        refused = search.table.refused(search.table.arms[part.a])
         for t, target in enumerate(search.targets):
-            others = np.delete(met, t, axis=0).all(axis=0) & ~np.isnan(value[t])
+            others = np.delete(met, t, axis=0).all(axis=0) & ~np.isnan(value[t]) & ~refused
             least[t].offer(part, np.where(others, value[t] if target.upper else -value[t], np.inf), objective)
         scale = np.array([abs(target.value) or 1.0 for target in search.targets])[:, None]
-        closest.offer(part, (np.maximum(-slack, 0) / scale).sum(axis=0), objective)
+        closest.offer(part, np.where(refused, np.inf, (np.maximum(-slack, 0) / scale).sum(axis=0)), objective)
     relaxations = []
     for original, target, found in zip(targets, search.targets, least, strict=True):
         policy, needs = found.policy(), None
@@ -443,8 +462,7 @@ def prices(
     for target in targets:
         rest = [other for other in targets if other != target]
         free = optimum(table, rest, maximize=up, minimize=down, cost=cost, margins=margins)
-        gain = free.objective - found.objective if found.maximize else found.objective - free.objective
-        result.append(Price(target, free.objective, max(gain, 0.0) if gain == gain else gain, free.policy))
+        result.append(Price.of(target, free, found))
     return tuple(result)
 
 

@@ -58,6 +58,8 @@ class Outcomes:
         Weight in traffic, positive.
     label_mass : ndarray of shape (N, 1 + B)
         Share of the full vocabulary's probability on the labels: System 1, then each budget; NaN where unknown.
+    flaw : ndarray of str, shape (N,)
+        Why a row failed an audit, as far as its store tells (`calib.fitness`); empty where nothing is held against it.
     label_set : ndarray of int, shape (N,)
         Equal numbers share one fixed list of options, so that a label means the same on each; -1 without one.
     split_position : ndarray of shape (N,)
@@ -93,6 +95,7 @@ class Outcomes:
     can_think: NDArray[np.bool_] = None  # type: ignore[assignment]
     weight: NDArray[np.float64] = None  # type: ignore[assignment]
     label_mass: NDArray[np.float64] = None  # type: ignore[assignment]
+    flaw: NDArray[np.object_] = None  # type: ignore[assignment]
     label_set: NDArray[np.int64] = None  # type: ignore[assignment]
     split_position: NDArray[np.float64] = None  # type: ignore[assignment]
     concurrency: NDArray[np.int64] = None  # type: ignore[assignment]
@@ -118,6 +121,7 @@ class Outcomes:
             "can_think": lambda: np.ones(n, bool),
             "weight": lambda: np.ones(n),
             "label_mass": lambda: np.full((n, 1 + b), np.nan),
+            "flaw": lambda: [""] * n,
             "label_set": lambda: np.full(n, -1),
             "split_position": lambda: (np.arange(n) + 0.5) / n,
             "concurrency": lambda: np.zeros(a),
@@ -292,10 +296,10 @@ class Outcomes:
             )
         return self.take(~test), self.take(test)
 
-    def marks_of(self, arm: str, think_budget: int) -> tuple[str, ...]:
-        """Marks that follow every number at this arm and budget: `ESTIMATED`, `SIMULATED`."""
+    def marks_of(self, arm: str, think_budget: int | None) -> tuple[str, ...]:
+        """Marks that follow every number at this arm and budget, None for System 1 alone: `ESTIMATED`, `SIMULATED`."""
         seconds = self.estimated[self.arm_index(arm)]
-        estimated = bool(seconds[0] or seconds[1 + self.budget_index(think_budget)])
+        estimated = bool(seconds[0] or (think_budget is not None and seconds[1 + self.budget_index(think_budget)]))
         return (ESTIMATED,) * estimated + (SIMULATED,) * self.simulated
 
     def has_latency(self, arm: str) -> bool:
@@ -323,6 +327,7 @@ def _layout(n: int, c: int, b: int, a: int) -> dict[str, tuple[tuple[int, ...], 
         "can_think": ((n,), np.bool_),
         "weight": ((n,), np.float64),
         "label_mass": ((n, 1 + b), np.float64),
+        "flaw": ((n,), np.object_),
         "label_set": ((n,), np.int64),
         "split_position": ((n,), np.float64),
         "concurrency": ((a,), np.int64),
@@ -334,7 +339,7 @@ _QUESTION_AXIS = {
     **dict.fromkeys(
         ("p1", "p2", "tokens", "finished", "answer", "n_options", "dataset", "kind", "ids", "group", "can_think"), 0
     ),
-    **dict.fromkeys(("weight", "label_mass", "label_set", "split_position"), 0),
+    **dict.fromkeys(("weight", "label_mass", "flaw", "label_set", "split_position"), 0),
     "t1": 1,
     "t2": 1,
 }

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from calib import metrics
+from calib.deadline import close_in_time
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
 from calib.temperature import Temperatures
@@ -26,6 +27,7 @@ __all__ = [
     "CONFIDENCES",
     "LATENCY_METRICS",
     "NEVER",
+    "ON_DEADLINE",
     "POOLS",
     "Cost",
     "Decisions",
@@ -48,6 +50,8 @@ CONFIDENCES = ("max", "margin", "entropy")
 """Definitions of the confidence, all from 0 to 1: see `confidence`."""
 POOLS = ("linear", "log_odds")
 """Ways to combine both distributions: see `pooled`."""
+ON_DEADLINE = ("system2", "system1")
+"""Whose answer stands when the deadline closed the thought: the cut thought, mixed as any other, or System 1's."""
 _NOTHING = Temperatures()
 LATENCY_METRICS = ("mean", "p50", "p90", "p95", "p99")
 
@@ -144,6 +148,12 @@ class Policy:
         the calibrated confidence, and an answer without thinking is the calibrated p1.
     pool : str, default "linear"
         How both distributions are combined (see `pooled`).
+    deadline : float or None, default None
+        Seconds from the request to its answer, System 1 included: a thought that would end later is closed in time.
+        None, or an infinite one, closes none.
+    on_deadline : {"system2", "system1"}
+        What answers when the deadline closed the thought: the cut thought, mixed as any other one, or System 1 alone.
+        Without a deadline it means nothing and is always "system2".
 
     Raises
     ------
@@ -159,6 +169,8 @@ class Policy:
     routes: Mapping[str, Route] = field(default_factory=dict)
     temperatures: Temperatures | Mapping[str, Any] | None = None
     pool: str = "linear"
+    deadline: float | None = None
+    on_deadline: str = "system2"
 
     def __post_init__(self) -> None:
         _check_threshold(self.threshold, "threshold")
@@ -169,6 +181,13 @@ class Policy:
             raise CalibError(f"confidence must be one of {', '.join(CONFIDENCES)}, got {self.confidence!r}")
         if self.pool not in POOLS:
             raise CalibError(f"pool must be one of {', '.join(POOLS)}, got {self.pool!r}")
+        if self.deadline is not None and not self.deadline > 0:
+            raise CalibError(f"deadline must be seconds above 0, or None for no deadline, got {self.deadline}")
+        if self.on_deadline not in ON_DEADLINE:
+            raise CalibError(f"on_deadline must be one of {', '.join(ON_DEADLINE)}, got {self.on_deadline!r}")
+        if self.deadline is None or math.isinf(self.deadline):
+            object.__setattr__(self, "deadline", None)
+            object.__setattr__(self, "on_deadline", ON_DEADLINE[0])
         if self.temperatures is not None:
             read = Temperatures.read(self.temperatures)
             object.__setattr__(self, "temperatures", None if read.nothing else read)
@@ -183,7 +202,7 @@ class Policy:
         return hash(
             (
                 *(self.threshold, self.mix, self.think_budget, self.arm, self.confidence, self.pool),
-                *(self.temperatures, tuple(self.routes.items())),
+                *(self.temperatures, tuple(self.routes.items()), self.deadline, self.on_deadline),
             )
         )
 
@@ -258,9 +277,27 @@ class Policy:
             yield self._with(route), mask
         yield replace(self, routes={}), left
 
+    def readings(self, outcomes: Outcomes) -> tuple[tuple[str, int | None], ...]:
+        """Arm and think budget of all that an answer or its seconds may come from, over all routes.
+
+        The budget is None where nothing is thought about: whatever was read of a thought then counts for nothing.
+        Under a deadline a thought may be closed at any smaller budget that was collected.
+        """
+        found: dict[tuple[str, int | None], None] = {}
+        for part, _ in self.parts(outcomes):
+            if part.threshold == NEVER:
+                found[part.arm, None] = None
+                continue
+            found[part.arm, part.think_budget] = None
+            if self.deadline is not None:
+                found |= {(part.arm, b): None for b in outcomes.budgets.tolist() if b < part.think_budget}
+        return tuple(sorted(found, key=lambda reading: (reading[0], reading[1] or 0)))
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, as `from_dict` reads them."""
+        """Plain values for JSON, as `from_dict` reads them; a policy without a deadline does not speak of one."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.deadline is None:
+            del plain["deadline"], plain["on_deadline"]
         routes = {
             key: {f.name: v for f in fields(route) if (v := getattr(route, f.name)) is not None}
             for key, route in self.routes.items()
@@ -276,7 +313,8 @@ class Policy:
             raise CalibError(
                 f"unknown field {unknown[0]!r} in a policy; known: {', '.join(f.name for f in fields(cls))}"
             )
-        plain = {name: value for name, value in values.items() if name in _FIELD_TYPES}
+        absent = {"deadline"} if values.get("deadline") is None else set()
+        plain = {name: value for name, value in values.items() if name in _FIELD_TYPES and name not in absent}
         _check_types(plain, "policy")
         routes = values.get("routes") or {}
         if not isinstance(routes, Mapping) or not all(isinstance(route, Mapping) for route in routes.values()):
@@ -299,6 +337,8 @@ _FIELD_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "arm": ((str,), "a name"),
     "confidence": ((str,), "a name"),
     "pool": ((str,), "a name"),
+    "deadline": ((int, float), "a number of seconds"),
+    "on_deadline": ((str,), "a name"),
 }
 
 
@@ -364,41 +404,70 @@ class Decisions:
         Seconds; NaN where unknown.
     tokens : ndarray of shape (N,)
         Thinking tokens, 0 without thinking.
+    closed : ndarray of bool, shape (N,)
+        Whether the deadline closed the thought (see `calib.deadline`).
+    degraded : ndarray of bool, shape (N,)
+        Whether System 1 answers in place of a thought that the deadline closed.
     """
 
     p: Floats
     thinks: NDArray[np.bool_]
     latency: Floats
     tokens: Floats
+    closed: NDArray[np.bool_] = None  # type: ignore[assignment]  # none, unless given
+    degraded: NDArray[np.bool_] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        for name in ("closed", "degraded"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.zeros(len(self.thinks), dtype=bool))
 
     @cached_property
     def choice(self) -> NDArray[np.int64]:
         """Index of the answer, -1 without a usable one."""
         return metrics.chosen(self.p)
 
+    def take(self, which: NDArray[Any]) -> Decisions:
+        """Those of the questions at these positions, or where the mask is true."""
+        return Decisions(*(getattr(self, f.name)[which] for f in fields(self)))
+
 
 def decide(outcomes: Outcomes, policy: Policy) -> Decisions:
     """Apply the policy to every cached question."""
     if not policy.routes:
         return _decide(outcomes, policy)
-    p, thinks = outcomes.p1.copy(), np.zeros(outcomes.n, dtype=bool)
-    latency, tokens = np.zeros(outcomes.n), np.zeros(outcomes.n)
+    n = outcomes.n
+    found = Decisions(outcomes.p1.copy(), np.zeros(n, dtype=bool), np.zeros(n), np.zeros(n))
     for part, mask in policy.parts(outcomes):
         if mask.any():
             d = _decide(outcomes.take(mask), part)
-            p[mask], thinks[mask], latency[mask], tokens[mask] = d.p, d.thinks, d.latency, d.tokens
-    return Decisions(p, thinks, latency, tokens)
+            for f in fields(Decisions):
+                getattr(found, f.name)[mask] = getattr(d, f.name)
+    return found
 
 
 def _decide(outcomes: Outcomes, policy: Policy) -> Decisions:
     a, b = outcomes.arm_index(policy.arm), outcomes.budget_index(policy.think_budget)
     p1, asked = outcomes.p1, {"kind": outcomes.kind, "n_options": outcomes.n_options}
     thinks = policy.thinks(p1, **asked) & outcomes.can_think
+    if policy.deadline is not None:
+        return _decide_in_time(outcomes, policy, thinks, policy.deadline)
     after = policy.combine(p1, outcomes.p2[:, b], **asked, finished=outcomes.finished[:, b])
     p = np.where(thinks[:, None], after, policy.alone(p1, **asked))
     # System 1 always runs first; `where` and not a product, since 0 * NaN would spoil a question that does not think
     latency = outcomes.t1[a] + np.where(thinks, outcomes.t2[a, :, b], 0.0)
     return Decisions(p, thinks, latency, np.where(thinks, outcomes.tokens[:, b], 0.0))
+
+
+def _decide_in_time(outcomes: Outcomes, policy: Policy, thinks: NDArray[np.bool_], deadline: float) -> Decisions:
+    """The same under a deadline, which closes thoughts."""
+    a, b = outcomes.arm_index(policy.arm), outcomes.budget_index(policy.think_budget)
+    p1, asked, rows = outcomes.p1, {"kind": outcomes.kind, "n_options": outcomes.n_options}, np.arange(outcomes.n)
+    cut = close_in_time(outcomes, a, b, deadline, policy.on_deadline, thinks)
+    after = policy.combine(p1, outcomes.p2[rows, cut.budget], **asked, finished=outcomes.finished[rows, cut.budget])
+    p = np.where((thinks & ~cut.degraded)[:, None], after, policy.alone(p1, **asked))
+    latency, tokens = np.where(thinks, cut.latency, outcomes.t1[a]), np.where(thinks, cut.tokens, 0.0)
+    return Decisions(p, thinks, latency, tokens, cut.closed, cut.degraded)
 
 
 @dataclass(frozen=True, eq=False)

@@ -286,7 +286,7 @@ class Search:
 
     def _met(self, part: Slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which thresholds meet the targets, and of which rounding could say otherwise, shape (K,) each."""
-        met = np.ones(len(self.table.thresholds), bool)
+        met = ~self.table.refused(self.table.arms[part.a])
         doubtful = np.zeros(len(met), bool)
         for target in self.targets:
             slack, tolerance = slacks(target, part.of(target)), self._tolerance(target)
@@ -357,7 +357,13 @@ class Search:
         a, b, k = entry
         table = self.table
         where = float(table.thresholds[k]), float(mix), table.budgets[b], table.arms[a]
-        return Policy(*where, confidence=table.confidence, pool=table.pool)
+        return Policy(
+            *where,
+            confidence=table.confidence,
+            pool=table.pool,
+            deadline=table.deadline,
+            on_deadline=table.on_deadline,
+        )
 
 
 def _objective(maximize: str | None, minimize: str | None) -> tuple[str, bool]:

@@ -88,6 +88,8 @@ class StudyResult:
     seconds : float
         Of this run.
     warnings : tuple of str
+    trial : int or None
+        Number of the best of the feasible trials.
     """
 
     name: str
@@ -106,6 +108,7 @@ class StudyResult:
     findings: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
+    trial: int | None = None
 
     @property
     def gap(self) -> float:
@@ -124,6 +127,7 @@ class StudyResult:
             "trials": self.trials,
             "objective": _known(self.objective),
             "policy": None if self.policy is None else self.policy.to_dict(),
+            "trial": self.trial,
             "gap": _known(self.gap),
             "study": self.study,
             "sampler": self.sampler,
@@ -261,6 +265,7 @@ def run_study(
         findings=findings,
         seconds=time.monotonic() - began,
         warnings=(f"the sampler {sampler!r} does not look at the targets",) if sampler in UNGUIDED and targets else (),
+        trial=None if best is None else best.number,
     )
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calib import metrics, sweep
 from calib import policy as rule
+from calib.deadline import Cut, close_in_time
 from calib.errors import CalibError
+from calib.fitness import Repeats
 from calib.outcomes import Outcomes
-from calib.policy import CONFIDENCES, LATENCY_METRICS, NEVER, POOLS, candidate_thresholds, pooled
+from calib.policy import CONFIDENCES, LATENCY_METRICS, NEVER, ON_DEADLINE, POOLS, candidate_thresholds, pooled
 
 __all__ = ["PERCENTILES", "Part", "Scores", "Table", "tabulate"]
 
@@ -51,12 +53,23 @@ class Scores:
     macro_f1: Floats | None = None
 
 
+class Limit(NamedTuple):
+    """A deadline: position of the arm whose seconds it is about, seconds, and whose answer stands then."""
+
+    arm: int
+    deadline: float
+    on_deadline: str
+
+
 class Part:
     """Metrics of one set of questions for every threshold that makes a difference to it.
 
     Row 0 thinks about nothing, row r about the questions of the r lowest confidences. Equal confidences stay
     together, and questions that cannot think never do. Arms and budgets are given by their position in the outcomes;
     what was computed once is kept.
+
+    Under a deadline, which acts on the seconds of one arm, a question that System 1 answers in place of a closed
+    thought is in the rows for its seconds and its tokens, and not for its answer.
 
     Attributes
     ----------
@@ -68,8 +81,10 @@ class Part:
         Weights as whole numbers, so that sums are exact and do not depend on their order.
     """
 
-    def __init__(self, outcomes: Outcomes, confidence: str = "max", pool: str = "linear") -> None:
-        self.outcomes, self.pool = outcomes, pool
+    def __init__(
+        self, outcomes: Outcomes, confidence: str = "max", pool: str = "linear", limit: Limit | None = None
+    ) -> None:
+        self.outcomes, self.pool, self.limit = outcomes, pool, limit
         c = rule.confidence(outcomes.p1, confidence, outcomes.n_options)
         thinkers = np.flatnonzero(outcomes.can_think)
         self.order: Ints = thinkers[np.argsort(c[thinkers])]
@@ -87,6 +102,7 @@ class Part:
         self._latency: dict[tuple[int, int], dict[str, Floats]] = {}
         self._by_alone: dict[int, Ints] = {}
         self._tokens: dict[int, Floats] = {}
+        self._cut_at: tuple[int, Cut] | None = None
 
     def rows_at(self, thresholds: Floats) -> Ints:
         """The row that each threshold means here."""
@@ -102,7 +118,7 @@ class Part:
     def exact(self, metric: str) -> bool:
         """Whether the values equal those of `evaluate` to the last bit; the others may differ by rounding."""
         if metric == "tokens":
-            return self.outcomes.unweighted and bool((self.outcomes.tokens % 1 == 0).all())
+            return self.limit is None and self.outcomes.unweighted and bool((self.outcomes.tokens % 1 == 0).all())
         return self.outcomes.unweighted and metric in ("accuracy", "skill", "think_rate", *PERCENTILES)
 
     @cached_property
@@ -113,12 +129,30 @@ class Part:
     def tokens(self, b: int) -> Floats:
         """Mean thinking tokens, shape (K,)."""
         if b not in self._tokens:
-            used = self._thinking_sum(self._weight * self.outcomes.tokens[:, b])
+            tokens = self.outcomes.tokens[:, b] if self.limit is None else self._cut(b).tokens
+            used = self._thinking_sum(self._weight * tokens)
             self._tokens[b] = np.asarray(used / self._weight.sum())
         return self._tokens[b]
 
     def _thinking_sum(self, values: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate([[0], np.cumsum(values[self.order])[self.stops - 1]])
+
+    def _cut(self, b: int) -> Cut:
+        """What becomes of the thoughts at a budget; kept for the last one, since its columns are asked in turn."""
+        assert self.limit is not None
+        if self._cut_at is None or self._cut_at[0] != b:
+            limit = self.limit
+            self._cut_at = b, close_in_time(self.outcomes, limit.arm, b, limit.deadline, limit.on_deadline)
+        return self._cut_at[1]
+
+    def _thought(self, a: int, b: int) -> Floats:
+        """Seconds of every question if all thought that can, shape (N,)."""
+        o = self.outcomes
+        if self.limit is None:
+            return np.asarray(o.t1[a] + np.where(o.can_think, o.t2[a, :, b], 0.0))
+        if a != self.limit.arm:
+            raise ValueError(f"the deadline is about arm {self.limit.arm}, not {a}")
+        return np.where(o.can_think, self._cut(b).latency, o.t1[a])
 
     def latency(self, a: int, b: int) -> Mapping[str, Floats]:
         """Mean and percentiles of the latency by name, seconds, shape (K,) each; NaN where an unknown one enters."""
@@ -131,7 +165,7 @@ class Part:
         alone = o.t1[a]
         if np.isnan(alone).any():
             return dict.fromkeys(LATENCY_METRICS, np.full(len(self.thresholds), np.nan))
-        thought = alone + np.where(o.can_think, o.t2[a, :, b], 0.0)
+        thought = self._thought(a, b)
         unknown = np.flatnonzero(np.isnan(thought[order]))
         thought[np.isnan(thought)] = np.inf
         if a not in self._by_alone:
@@ -164,8 +198,7 @@ class Part:
         seconds : float
         """
         o = self.outcomes
-        alone = o.t1[a]
-        thought = alone + np.where(o.can_think, o.t2[a, :, b], 0.0)
+        alone, thought = o.t1[a], self._thought(a, b)
         late_alone = self.units * ~_KEEPS[op](alone, seconds)
         late_thought = self.units * ~_KEEPS[op](thought, seconds)
         late = late_alone.sum() + self._thinking_sum(late_thought - late_alone)
@@ -173,7 +206,23 @@ class Part:
 
     def _questions(self, b: int) -> tuple[Floats, Floats, int, Ints, Ints]:
         o = self.outcomes
-        return self._p1, self._p2, b, _readonly(o.answer), _readonly(o.n_options)
+        answers = _readonly(o.answer), _readonly(o.n_options)
+        if self.limit is None:
+            return self._p1, self._p2, b, *answers
+        return self._p1, _readonly(self._read(b)[:, None]), 0, *answers
+
+    def _read(self, b: int) -> Floats:
+        """What is read of System 2 at a budget, shape (N, C)."""
+        if self.limit is None:
+            return self._p2[:, b]
+        return self._p2[np.arange(self.outcomes.n), self._cut(b).budget]
+
+    def _answered(self, b: int) -> tuple[Ints, Ints]:
+        """`order` and `stops` of the questions whose thought counts for the answer."""
+        if self.limit is None:
+            return self.order, self.stops
+        counts = ~self._cut(b).degraded[self.order]
+        return self.order[counts], np.asarray(np.cumsum(counts, dtype=np.int64)[self.stops - 1])
 
     def best(self, b: int) -> tuple[Floats, Floats]:
         """Largest accuracy over all mixes, and a mix that attains it, shape (K,) each; of the linear pool only."""
@@ -181,11 +230,12 @@ class Part:
             raise ValueError("the optimum over all mixes is known for the linear pool only; use scores")
         if b not in self._best:
             questions = self._questions(b)
-            kind, bounds, lows, highs, doubt = sweep.intervals(*questions, _readonly(self.outcomes.can_think))
+            order, stops = self._answered(b)
+            thinks = np.zeros(self.outcomes.n, bool)
+            thinks[order] = True
+            kind, bounds, lows, highs, doubt = sweep.intervals(*questions, _readonly(thinks))
             mixes, width = sweep.axis(lows, highs, doubt)
-            right, at = sweep.best_mixes(
-                *questions, self.units, self._right1, self.order, self.stops, kind, bounds, mixes, width
-            )
+            right, at = sweep.best_mixes(*questions, self.units, self._right1, order, stops, kind, bounds, mixes, width)
             self._best[b] = right / self._total, mixes[at]
         return self._best[b]
 
@@ -194,7 +244,8 @@ class Part:
 
         The mix is the middle; where rounding at the middle loses a question, the middle of the widest piece.
         """
-        which = self.order[: self.stops[row - 1]] if row else self.order[:0]
+        order, stops = self._answered(b)
+        which = order[: stops[row - 1]] if row else order[:0]
         thinks = np.zeros(self.outcomes.n, bool)
         thinks[which] = True
         questions = self._questions(b)
@@ -224,12 +275,12 @@ class Part:
         if self.pool != "linear":
             yield from self._pooled_scores(b, mixes, of_labels=of_labels)
             return
-        questions = (*self._questions(b), self.units)
+        questions, answered = (*self._questions(b), self.units), self._answered(b)
         edges = np.linspace(0, 1, metrics.ECE_BINS + 1)
         step = max(1, _CHUNK // len(self.thresholds))
         for start in range(0, len(mixes), step):
             some = mixes[start : start + step].copy()
-            right, ece, brier, nll = sweep.score_rows(*questions, self._weight, self.order, self.stops, some, edges)
+            right, ece, brier, nll = sweep.score_rows(*questions, self._weight, *answered, some, edges)
             f1 = self._macro_f1(b, some) if of_labels else None
             for g in range(len(some)):
                 yield Scores(right[g] / self._total, ece[g], brier[g], nll[g], None if f1 is None else f1[g])
@@ -238,9 +289,11 @@ class Part:
         """Scores under another pool: at each mix, what it makes of both systems stands in for System 2 alone."""
         o = self.outcomes
         for mix in mixes.tolist():
-            after = pooled(o.p1, o.p2[:, b], mix, self.pool, o.n_options)
+            after = pooled(o.p1, self._read(b), mix, self.pool, o.n_options)
             stand_in = Part.__new__(Part)
-            stand_in.__dict__.update(self.__dict__, pool="linear", _p2=_readonly(after[:, None]))
+            order, stops = self._answered(b)
+            own = {"pool": "linear", "limit": None, "order": order, "stops": stops, "_p2": _readonly(after[:, None])}
+            stand_in.__dict__.update(self.__dict__, **own)
             yield from stand_in.scores(0, np.ones(1), of_labels=of_labels)
 
     def _macro_f1(self, b: int, mixes: Floats) -> Floats:
@@ -251,7 +304,7 @@ class Part:
         known, number = np.unique(sets, return_inverse=True)
         return np.asarray(
             sweep.label_scores(
-                *self._questions(b), self.units, number * width, len(known) * width, self.order, self.stops, mixes
+                *self._questions(b), self.units, number * width, len(known) * width, *self._answered(b), mixes
             )
         )
 
@@ -284,6 +337,10 @@ class Table:
         All questions together.
     confidence, pool : str
         Definitions that the policies use.
+    deadline, on_deadline
+        Of the policies; with a deadline there is one arm.
+    repeats : Repeats or None
+        To what p1 repeats; gates that are finer meet no targets.
     """
 
     outcomes: Outcomes
@@ -292,6 +349,9 @@ class Table:
     whole: Part
     confidence: str = "max"
     pool: str = "linear"
+    deadline: float | None = None
+    on_deadline: str = "system2"
+    repeats: Repeats | None = None
     _parts: dict[str, Part] = field(default_factory=dict, repr=False)
     _rows: dict[str, Ints] = field(default_factory=dict, repr=False)
 
@@ -337,7 +397,8 @@ class Table:
         if dataset is None:
             return self.whole
         if dataset not in self._parts:
-            self._parts[dataset] = Part(self.outcomes.select([dataset]), self.confidence, self.pool)
+            some = self.outcomes.select([dataset])
+            self._parts[dataset] = Part(some, self.confidence, self.pool, self.whole.limit)
         return self._parts[dataset]
 
     def spread(self, column: Floats, dataset: str | None) -> Floats:
@@ -347,6 +408,12 @@ class Table:
         if dataset not in self._rows:
             self._rows[dataset] = self.part(dataset).rows_at(self.thresholds)
         return column[self._rows[dataset]]
+
+    def refused(self, arm: str) -> NDArray[np.bool_]:
+        """Thresholds whose gate is finer than what p1 of an arm repeats to, shape (K,)."""
+        if self.repeats is None:
+            return np.zeros(len(self.thresholds), dtype=bool)
+        return self.repeats.noisy(self.thresholds, arm)
 
     def only(self, arms: Sequence[str] | None = None, budgets: Sequence[int] | None = None) -> Table:
         """The same table for some of the arms and budgets; what was computed is shared."""
@@ -362,6 +429,9 @@ def tabulate(
     *,
     confidence: str = "max",
     pool: str = "linear",
+    deadline: float | None = None,
+    on_deadline: str = "system2",
+    repeats: Repeats | None = None,
     like: Table | None = None,
 ) -> Table:
     """The table of these outcomes; its columns are computed when they are first looked at, and kept.
@@ -375,15 +445,23 @@ def tabulate(
         Definition of the confidence, one of `calib.policy.CONFIDENCES`.
     pool : str
         One of `calib.policy.POOLS`; the optimum over all mixes is known for the linear one, else on a grid of them.
+    deadline : float, optional
+        Seconds after which the policies close a thought. It is about one arm: which thoughts it closes depends on it.
+    on_deadline : str
+        One of `calib.policy.ON_DEADLINE`.
+    repeats : Repeats, optional
+        To what p1 repeats, of the plain confidence: gates that are finer are refused.
     like : Table, optional
-        A table of the same outcomes whose columns may be used again; it gives confidence and pool.
+        A table of the same outcomes whose columns may be used again; it gives confidence, pool, deadline and repeats.
 
     Raises
     ------
     CalibError
-        When an arm or a budget was not collected, or no thought at all; an unknown confidence or pool.
+        When an arm or a budget was not collected, or no thought at all; an unknown confidence or pool; a deadline and
+        several arms.
     """
-    for name, value, known in (("confidence", confidence, CONFIDENCES), ("pool", pool, POOLS)):
+    names = ("confidence", confidence, CONFIDENCES), ("pool", pool, POOLS), ("on_deadline", on_deadline, ON_DEADLINE)
+    for name, value, known in names:
         if value not in known:
             raise CalibError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     arms = outcomes.arms if arms is None else tuple(dict.fromkeys(arms))
@@ -396,8 +474,12 @@ def tabulate(
         outcomes.arm_index(arm)
     for budget in chosen:
         outcomes.budget_index(budget)
-    if like is None:
-        whole = Part(outcomes, confidence, pool)
-        return Table(outcomes, tuple(arms), tuple(chosen), whole, confidence, pool)
-    same = (like.whole, like.confidence, like.pool, like._parts, like._rows)
-    return Table(outcomes, tuple(arms), tuple(chosen), *same)
+    if like is not None:
+        return replace(like, arms=tuple(arms), budgets=tuple(chosen))
+    limit = None
+    if deadline is not None:
+        if len(arms) > 1:
+            raise CalibError(f"a deadline is tabulated for one arm at a time, not for {', '.join(arms)}")
+        limit = Limit(outcomes.arm_index(arms[0]), deadline, on_deadline)
+    whole = Part(outcomes, confidence, pool, limit)
+    return Table(outcomes, tuple(arms), tuple(chosen), whole, confidence, pool, deadline, on_deadline, repeats)

@@ -1,7 +1,8 @@
 """One run of ``calib optimize``: split, search with a margin, verdict, and the document that is saved.
 
-Pure but for the ledger: `tune` takes a callable that counts the looks at the test split. Leaves to others: the search
-itself (`calib.optimise`), the tests (`calib.certify`), where the document goes (`calib.store`).
+Pure but for the ledger: `tune` takes a callable that counts the looks at the test split. Leaves to others: what is
+asked (`calib.demand`), the search (`calib.spaces`), the tests (`calib.certify`), where the document goes
+(`calib.store`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from calib import calibrate, certify, intervals, metrics, optimise, risk
+from calib import certify, deadline, intervals, metrics, optimise, risk
 from calib.calibrate import Calibration
 from calib.certify import Certificate, alpha_at_look, marks_of
-from calib.errors import CalibError
+from calib.demand import CALIBRATE, Demand, sustainable_rate, throughput
+from calib.envelope import envelope
 from calib.intervals import Comparison
-from calib.optimise import Optimum, Table, optimum, tabulate
+from calib.optimise import Optimum
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
-from calib.policy import Cost, Decisions, Policy, baselines, decide, evaluate, evaluate_decisions
+from calib.policy import Cost, Decisions, Policy, decide, evaluate_decisions
 from calib.risk import Requirement
+from calib.spaces import Serving, Spaces, Tried, policy_of
 from calib.target import Target
 from calib.why import hurting, why
 
@@ -31,6 +34,7 @@ __all__ = [
     "CALIBRATE",
     "FACTORS",
     "Demand",
+    "Tried",
     "Tuned",
     "look_of",
     "split_identity",
@@ -42,77 +46,8 @@ __all__ = [
 FACTORS = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of the automatic margin that the candidates leave; 1 is the one that is returned when none is certified."""
 
-CALIBRATE = ("none", "auto")
-"""Whether the policy is tuned on calibrated probabilities: no, or with the steps that gain beyond noise."""
-
-_SAME = 1e-12
-"""Objectives this close are equal."""
-
 Ledger = Callable[[str, Mapping[str, Any]], int]
 """Enters a look (identity of the test split, what was looked at) and returns its number, 1 at first."""
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What is asked of `tune`.
-
-    Attributes
-    ----------
-    targets : tuple of Target
-    maximize, minimize : str or None
-        The objective; accuracy is maximised when both are None.
-    cost : Cost or None
-        Prices of the metric ``cost``.
-    arms, budgets : sequence or None
-        Where to look; everywhere when None.
-    test_share : float
-        Share of the questions held out; 0 tunes and reports on all.
-    level : float
-        Of the certificate and the intervals.
-    margin : bool
-        Whether to leave room below the limits, so that a certificate is likely.
-    cheapest : bool
-        Whether to return the cheapest policy that cannot be told apart from the best.
-    rate : float or None
-        Requests per second that the thinking must keep up with.
-    calibrate : {"none", "auto"}
-        Whether to fit temperatures and pool on the tune questions (`calib.calibrate`) and to tune on what they give.
-    confidence : str
-        Definition that the threshold means, one of `calib.policy.CONFIDENCES`.
-    seed, resamples : int
-        Of the bootstrap: intervals and comparisons rest on it, the verdict does not.
-    """
-
-    targets: tuple[Target, ...] = ()
-    maximize: str | None = None
-    minimize: str | None = None
-    cost: Cost | None = None
-    arms: Sequence[str] | None = None
-    budgets: Sequence[int] | None = None
-    test_share: float = 0.3
-    level: float = 0.95
-    margin: bool = True
-    cheapest: bool = False
-    rate: float | None = None
-    calibrate: str = "none"
-    confidence: str = "max"
-    seed: int = 0
-    resamples: int = intervals.RESAMPLES
-
-    def __post_init__(self) -> None:
-        if self.calibrate not in CALIBRATE:
-            raise CalibError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
-
-    def limits(self, outcomes: Outcomes, arm: str) -> tuple[Target, ...]:
-        """The targets, and the most tokens a request that the arm sustains at the rate, where it is known."""
-        supply = None if self.rate is None else throughput(outcomes, arm)
-        if supply is None or self.rate is None:
-            return self.targets
-        return (*self.targets, Target("tokens", "<=", supply / self.rate))
-
-    def baselines(self, outcomes: Outcomes) -> dict[str, Policy]:
-        """What one would serve without tuning, in the first arm that is looked at."""
-        return baselines(outcomes, self.arms[0] if self.arms else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +77,10 @@ class Tuned:
     searched : Outcomes or None
         The tune questions as the search saw them, calibrated; a study in the same space runs on them. None without any
         policy.
+    without_deadline : Optimum or None
+        As `best`, among the policies without a deadline; None where no deadline was asked for.
+    tried : tuple of Tried
+        Deadlines that were looked at.
     """
 
     demand: Demand
@@ -157,6 +96,8 @@ class Tuned:
     warnings: tuple[str, ...] = ()
     calibration: Calibration | None = None
     searched: Outcomes | None = None
+    without_deadline: Optimum | None = None
+    tried: tuple[Tried, ...] = ()
 
     @property
     def policy(self) -> Policy | None:
@@ -174,6 +115,11 @@ class Tuned:
         return self.tune if self.test is None else self.test
 
     @property
+    def studied(self) -> Optimum:
+        """The optimum in the space of the studies, which have no deadline."""
+        return self.best if self.without_deadline is None else self.without_deadline
+
+    @property
     def sustainable(self) -> float | None:
         """`sustainable_rate` of the policy: infinite when it never thinks, None where it is unknown."""
         return None if self.policy is None else sustainable_rate(self.outcomes, self.policy)
@@ -182,7 +128,7 @@ class Tuned:
         """The document of ``calib optimize --json``: rates 0 to 1, seconds, unknown numbers None."""
         policy, certificate, cost = self.policy, self.certificate, self.demand.cost
         rng = np.random.default_rng(self.demand.seed)
-        return {
+        document: dict[str, Any] = {
             "name": name,
             "verdict": self.verdict,
             "marks": self._marks(),
@@ -209,10 +155,57 @@ class Tuned:
             "sustainable_rate": None if self.sustainable is None else _known(self.sustainable),
             "certificate": None if certificate is None else certificate.to_dict(),
             "calibration": None if self.calibration is None else self.calibration.to_dict(),
+            "envelope": None if certificate is None else self._envelope(certificate),
             "split": self._split(),
             "fingerprints": {"model": self.outcomes.fingerprint, "questions": _questions_hash(self.outcomes)},
             "warnings": list(self.warnings),
         }
+        if self.without_deadline is not None:
+            document["deadline"] = self._deadline(self.without_deadline)
+        return document
+
+    def _deadline(self, without: Optimum) -> dict[str, Any]:
+        """What a deadline changes: the deadlines that were tried, the optimum without one, and what is closed."""
+
+        def shares(outcomes: Outcomes | None) -> dict[str, float] | None:
+            if outcomes is None or self.policy is None or self.policy.deadline is None:
+                return None
+            decisions = decide(outcomes, self.policy)
+            return {
+                "closed": metrics.mean(decisions.closed, outcomes.weight),
+                "degraded": metrics.mean(decisions.degraded, outcomes.weight),
+            }
+
+        gain = self.best.objective - without.objective
+        return {
+            "seconds": None if self.policy is None else self.policy.deadline,
+            "on_deadline": None if self.policy is None or self.policy.deadline is None else self.policy.on_deadline,
+            "gain": _known(gain if self.best.maximize else -gain),
+            "without": {
+                "objective": _known(without.objective),
+                "policy": None if without.policy is None else without.policy.to_dict(),
+            },
+            "tune": shares(self.tune),
+            "test": shares(self.test),
+            "tried": [asdict(one) | {"objective": _known(one.objective)} for one in self.tried],
+        }
+
+    def _envelope(self, certificate: Certificate) -> dict[str, Any]:
+        """What ``calib watch`` holds traffic against.
+
+        Any candidate could have come out first on held-out questions; the tune questions chose among all budgets and
+        deadlines.
+        """
+        held_out = self.test is not None
+        knobs = len(self.outcomes.budgets) * (1 + len(self.tried))
+        return envelope(
+            self.reported,
+            certificate.policy,
+            self.demand.targets,
+            held_out=held_out,
+            candidates=certificate.candidates if held_out else knobs,
+            sample=self.outcomes,
+        )
 
     def _marks(self) -> list[str]:
         """Marks of the policy; without one those of the numbers that are shown instead."""
@@ -309,10 +302,10 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     tuned_on, held_out = outcomes.split(demand.test_share)
     tuned_on = _weighted_as(outcomes, tuned_on)
     held_out = None if held_out is None else _weighted_as(outcomes, held_out)
-    serving = _Serving(tuned_on, demand)
-    search = _Search(serving.table(), demand)
-    best = search.optimum()
-    warnings = [*outcomes.warnings, *search.unsustainable(), *_unheard(outcomes, held_out)]
+    serving = Serving(tuned_on, demand)
+    search = Spaces(serving, demand, outcomes)
+    best = search.best
+    warnings = [*outcomes.warnings, *search.warnings, *_unheard(outcomes, held_out)]
     if best.policy is None:
         nearest = serving.nearest(search.nearest())
         warnings.extend(serving.warnings(None))
@@ -320,6 +313,8 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
             *(demand, outcomes, tuned_on, held_out, best, None, nearest, (), math.nan, {}, tuple(warnings)),
             calibration=serving.fitted(None),
             searched=serving.searched,
+            without_deadline=search.without_deadline,
+            tried=search.tried,
         )
 
     found, whole = {0.0: best}, True
@@ -327,14 +322,13 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     if demand.margin and held_out is not None and demand.targets:
         # sized for a first look whatever the ledger says, so that the same run again finds the same candidates
         requirements = risk.auto_margin(demand.targets, tuned_on, held_out, alpha=alpha_at_look(demand.level, 1))
-        for factor in FACTORS[:-1]:
-            required[factor] = _scaled(requirements, factor)
-            stricter = search.optimum(required[factor])
-            if stricter.policy is not None:
-                found[factor] = stricter
+        required |= {factor: _scaled(requirements, factor) for factor in FACTORS[:-1]}
+        stricter = search.optima([required[factor] for factor in FACTORS[:-1]])
+        found |= {f: one for f, one in zip(FACTORS[:-1], stricter, strict=True) if one.policy is not None}
         whole = 1.0 in found
     if not whole:
-        alone = [t for t, most in required[1.0].items() if search.optimum({t: most}).policy is None]
+        each = search.optima([{target: most} for target, most in required[1.0].items()])
+        alone = [target for target, one in zip(required[1.0], each, strict=True) if one.policy is None]
         named = f" of {', '.join(map(str, alone))}" if alone else "s"
         warnings.append(
             f"no policy leaves the whole margin below the limit{named}: on new questions they may well be broken. "
@@ -361,7 +355,7 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         look=look,
         cost=demand.cost,
         resamples=demand.resamples,
-        fallback=candidates.index(serving.policy(_policy(chosen))),
+        fallback=candidates.index(serving.policy(policy_of(chosen))),
     )
     reported = tuned_on if held_out is None else held_out
     rivals = {name: decide(reported, policy) for name, policy in demand.baselines(outcomes).items()}
@@ -378,86 +372,17 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         serving.prices(search.prices(best)),
         margin_cost,
         comparisons,
-        (*warnings, *serving.warnings(certificate.policy), *_warnings(serving.searched, certificate, comparisons)),
+        (
+            *warnings,
+            *serving.warnings(certificate.policy),
+            *deadline.warnings(tuned_on, certificate.policy),
+            *_warnings(serving.searched, certificate, comparisons),
+        ),
         serving.fitted(certificate.policy),
         serving.searched,
+        None if search.without_deadline is None else serving.optimum(search.without_deadline),
+        search.tried,
     )
-
-
-class _Serving:
-    """From what the search sees to what is served.
-
-    The search looks at calibrated probabilities with plain policies, for which the table is exact. What is served, and
-    tested, is the same rule on probabilities as the systems give them: the policy carries temperatures and pool, and
-    a step after the mix of its own.
-    """
-
-    def __init__(self, tuned_on: Outcomes, demand: Demand) -> None:
-        self.raw, self.demand = tuned_on, demand
-        self._fitted = calibrate.fit(tuned_on) if demand.calibrate == "auto" else None
-        self.searched = tuned_on if self._fitted is None else calibrate.apply(tuned_on, self._fitted)
-        self._served: dict[Policy, Policy] = {}
-        self._finished: dict[Policy, Calibration] = {}
-
-    def table(self) -> Table:
-        """Of the questions as the search sees them."""
-        pool = "linear" if self._fitted is None else self._fitted.pool
-        asked = self.demand
-        return tabulate(self.searched, asked.arms, asked.budgets, confidence=asked.confidence, pool=pool)
-
-    def policy(self, plain: Policy) -> Policy:
-        """What is served for a policy of the search."""
-        if self._fitted is None:
-            return plain
-        if plain not in self._served:
-            finished = calibrate.finish(self.raw, self._fitted, plain)
-            self._served[plain] = served = finished.policy(plain)
-            self._finished[served] = finished
-        return self._served[plain]
-
-    def fitted(self, served: Policy | None) -> Calibration | None:
-        """What was fitted, with the step after the mix of a policy that is served."""
-        return self._fitted if served is None else self._finished.get(served, self._fitted)
-
-    def _unfinished(self, plain: Policy | None) -> Policy | None:
-        """A policy that is shown only: without a step after the mix, which changes no answer."""
-        return plain if plain is None or self._fitted is None else self._fitted.policy(plain)
-
-    def optimum(self, best: Optimum) -> Optimum:
-        """The optimum with what is served for it."""
-        if self._fitted is None:
-            return best
-        policy = self.policy(_policy(best))
-        evaluation = evaluate(self.raw, policy, by_dataset=True, cost=self.demand.cost)
-        return replace(best, policy=policy, evaluation=evaluation, objective=float(getattr(evaluation, best.metric)))
-
-    def nearest(self, found: optimise.Nearest) -> optimise.Nearest:
-        """The same with policies for probabilities as the systems give them."""
-        relaxations = tuple(replace(one, policy=self._unfinished(one.policy)) for one in found.relaxations)
-        return replace(found, policy=self._unfinished(found.policy), relaxations=relaxations)
-
-    def prices(self, found: Iterable[optimise.Price]) -> tuple[optimise.Price, ...]:
-        """The same with policies for probabilities as the systems give them."""
-        return tuple(replace(one, policy=self._unfinished(one.policy)) for one in found)
-
-    def warnings(self, served: Policy | None) -> list[str]:
-        """What the threshold means, when it is no longer the top probability that the server gives."""
-        found = []
-        fitted = self.fitted(served)
-        if fitted is not None and fitted.nothing:
-            found.append("--calibrate auto: no step gains beyond noise; probabilities and threshold mean what they did")
-        elif fitted is not None:
-            kept = "; ".join(step.name for step in fitted.kept)
-            found.append(
-                f"calibrated ({kept}): the threshold means the calibrated confidence, and the optimum over the mix is "
-                f"{'exact' if fitted.pool == 'linear' else 'searched on a grid of mixes'}; serve it with calib serve"
-            )
-        if self.demand.confidence != "max":
-            found.append(
-                f"the threshold means the confidence {self.demand.confidence!r}, not the top probability: only the "
-                "gateway applies it (calib serve)"
-            )
-        return found
 
 
 def _weighted_as(whole: Outcomes, side: Outcomes) -> Outcomes:
@@ -484,134 +409,6 @@ def _unheard(whole: Outcomes, held_out: Outcomes | None) -> list[str]:
     )
 
 
-class _Search:
-    """The questions that `tune` puts to the exact table: always the same targets, objective and sustainable arms."""
-
-    def __init__(self, table: Table, demand: Demand) -> None:
-        self.demand = demand
-        self._asked: dict[str, Any] = {"maximize": demand.maximize, "minimize": demand.minimize, "cost": demand.cost}
-        self._tables = {table: demand.targets}
-        if demand.rate is not None:  # each arm can sustain its own number of tokens a request
-            self._tables = {table.only([arm]): demand.limits(table.outcomes, arm) for arm in table.arms}
-
-    def _best_of(self, found: Iterable[Optimum]) -> Optimum:
-        several = list(found)
-        known = [one for one in several if one.policy is not None]
-        if not known:
-            return several[0]
-        sign = 1 if several[0].maximize else -1
-        most = max(sign * one.objective for one in known)
-        return min((one for one in known if sign * one.objective >= most - _SAME * max(abs(most), 1.0)), key=_expense)
-
-    def optimum(self, requirements: Mapping[Target, float] | None = None) -> Optimum:
-        """The best policy; requirements say which share may break a target at most."""
-        return self._best_of(
-            optimum(table, targets, **self._asked, requirements=requirements) for table, targets in self._tables.items()
-        )
-
-    def nearest(self) -> optimise.Nearest:
-        """What to give up; of several arms the one that violates least."""
-        found = [optimise.nearest(table, targets, **self._asked) for table, targets in self._tables.items()]
-        return min(found, key=lambda one: one.violation)
-
-    def prices(self, best: Optimum) -> tuple[optimise.Price, ...]:
-        """What each limit costs, in the arm of the best policy where arms differ in what they sustain."""
-        arm = _policy(best).arm
-        table, targets = next((t, limits) for t, limits in self._tables.items() if arm in t.arms)
-        return optimise.prices(table, targets, best, cost=self.demand.cost)
-
-    def cheapest(self, best: Optimum, requirements: Mapping[Target, float]) -> Optimum:
-        """The cheapest policy that keeps the same margin and cannot be told apart from the best by accuracy."""
-        if best.metric != "accuracy":
-            raise CalibError("--prefer cheapest compares accuracy: leave out --minimize, or use --prefer best")
-        found = (self._cheapest_in(table, targets, best, requirements) for table, targets in self._tables.items())
-        return min((one for one in found if one is not None), key=_expense, default=best)
-
-    def _cheapest_in(
-        self, table: Table, targets: Sequence[Target], best: Optimum, requirements: Mapping[Target, float]
-    ) -> Optimum | None:
-        """The same among the arms of one table; compared in pairs, by group."""
-        outcomes = table.outcomes
-        ours = decide(outcomes, _policy(best))
-        # a larger paired difference cannot hide in noise: within a group the answers change by 1 at most
-        shares = np.bincount(outcomes.group_codes, outcomes.weight) / outcomes.weight.sum()
-        floor = best.objective - 4 * math.sqrt(float((shares**2).sum()))
-        close = (*targets, Target("accuracy", ">=", floor))
-        asked = {**self._asked, "requirements": requirements}
-        for rival in optimise.feasible(table, close, order="cheapest", **asked):
-            other = decide(outcomes, rival)
-            if _surely_worse(outcomes, ours, other):
-                continue
-            demand = self.demand
-            rng = np.random.default_rng(demand.seed)  # every rival on the same resamples, whatever the order
-            compared = intervals.compare(
-                outcomes, ours, {"": other}, rng=rng, level=demand.level, resamples=demand.resamples
-            )[""]
-            if not compared.distinguishable:
-                evaluation = evaluate(outcomes, rival, by_dataset=True, cost=demand.cost)
-                return replace(best, policy=rival, objective=evaluation.accuracy, evaluation=evaluation)
-        return None
-
-    def unsustainable(self) -> list[str]:
-        """What is not known about the load that each arm carries."""
-        if self.demand.rate is None:
-            return []
-        outcomes = next(iter(self._tables)).outcomes
-        unknown = [arm for table in self._tables for arm in table.arms if throughput(outcomes, arm) is None]
-        return [
-            f"--rate: tokens/s of arm {arm!r} were not measured at a known concurrency: what it sustains is unknown"
-            for arm in unknown
-        ]
-
-
-def throughput(outcomes: Outcomes, arm: str) -> float | None:
-    """Thought tokens per second that an arm delivered at the collected concurrency; None where it was not measured.
-
-    By Little's law: at C requests in flight the server finishes C / (mean seconds) requests a second, each of mean
-    tokens. Taken at the largest budget.
-    """
-    a = outcomes.arm_index(arm)
-    concurrency = int(outcomes.concurrency[a])
-    if concurrency < 1 or outcomes.simulated or outcomes.estimated[a, -1] or not outcomes.budgets.size:
-        return None
-    thinking = outcomes.can_think & ~outcomes.failed[:, -1]
-    seconds = outcomes.t1[a, thinking] + outcomes.t2[a, thinking, -1]
-    if not thinking.any() or not np.isfinite(seconds).all() or seconds.sum() <= 0:
-        return None
-    return float(concurrency * outcomes.tokens[thinking, -1].sum() / seconds.sum())
-
-
-def sustainable_rate(outcomes: Outcomes, policy: Policy) -> float | None:
-    """Requests per second at which the policy's thinking takes all the tokens/s of its arm; None where unknown."""
-    supply = throughput(outcomes, policy.arm)
-    tokens = evaluate(outcomes, policy).tokens
-    if supply is None:
-        return None
-    return supply / tokens if tokens > 0 else math.inf
-
-
-def _surely_worse(outcomes: Outcomes, ours: Decisions, other: Decisions) -> bool:
-    """Whether the paired difference is beyond 3 standard errors by group: no need for a bootstrap."""
-    change = (ours.choice == outcomes.answer) * 1.0 - (other.choice == outcomes.answer)
-    total = np.bincount(outcomes.group_codes, outcomes.weight * change)
-    weight = np.bincount(outcomes.group_codes, outcomes.weight)
-    mean = total.sum() / weight.sum()
-    error = math.sqrt(float(((total - mean * weight) ** 2).sum())) / float(weight.sum())
-    return bool(mean > 3 * error)
-
-
-def _policy(found: Optimum) -> Policy:
-    assert found.policy is not None
-    return found.policy
-
-
-def _expense(found: Optimum) -> tuple[float, float, float]:
-    """What ties between arms go by: mean latency where it is known, tokens, think rate."""
-    score = found.evaluation
-    assert score is not None
-    return (math.inf if math.isnan(score.mean) else score.mean), score.tokens, score.think_rate
-
-
 def _scaled(requirements: Iterable[Requirement], factor: float) -> dict[Target, float]:
     """Largest share that may break each target, for a part or a multiple of the margin."""
     return {r.target: max(0.0, r.limit - factor * (r.limit - r.max_share)) for r in requirements if r.power}
@@ -621,7 +418,7 @@ def _distinct(found: Mapping[float, Optimum], maximize: bool) -> list[Policy]:
     """Different policies, best first: less margin is never worse on the tune questions, and ties keep more of it."""
     sign = -1.0 if maximize else 1.0
     ordered = sorted(found.items(), key=lambda item: (sign * item[1].objective, -item[0]))
-    return list(dict.fromkeys(_policy(one) for _, one in ordered))
+    return list(dict.fromkeys(policy_of(one) for _, one in ordered))
 
 
 def _warnings(tuned_on: Outcomes, certificate: Certificate, comparisons: Mapping[str, Comparison]) -> list[str]:
@@ -669,10 +466,14 @@ def _numbers_hash(outcomes: Outcomes, policies: Sequence[Policy]) -> str:
     o = outcomes.take(np.lexsort((outcomes.ids.astype(str), outcomes.dataset.astype(str))))
     digest = hashlib.sha256(json.dumps([o.dataset.tolist(), o.ids.tolist(), o.group.tolist()]).encode())
     arrays = [o.p1, o.answer, o.n_options, o.can_think, o.weight, o.split_position]
-    served = sorted({(part.arm, part.think_budget) for policy in policies for part, _ in policy.parts(o)})
-    for arm, budget in served:
-        a, b = o.arm_index(arm), o.budget_index(budget)
-        arrays += [o.p2[:, b], o.tokens[:, b], o.t1[a], o.t2[a, :, b], o.estimated[a, [0, 1 + b]]]
+    readings = {reading for policy in policies for reading in policy.readings(o)}
+    for arm, budget in sorted(readings, key=lambda reading: (reading[0], reading[1] or 0)):
+        a = o.arm_index(arm)
+        arrays += [o.t1[a], o.estimated[a, :1]]
+        if budget is None:
+            continue
+        b = o.budget_index(budget)
+        arrays += [o.p2[:, b], o.tokens[:, b], o.t2[a, :, b], o.estimated[a, 1 + b : 2 + b]]
         if any(policy.temperatures is not None for policy in policies):  # a thought that was cut has its own
             arrays.append(o.finished[:, b])
     for array in arrays:

@@ -28,13 +28,17 @@ from calib.calibrate import (
     fit,
     fit_temperature,
 )
+from calib.decidefiles import calibration_json, serve_env
 from calib.errors import CalibError
-from calib.export import calibration_json, export, load_policy_file, refusals, serve_env
+from calib.export import export
 from calib.gateway import DecideRequest, Gateway
 from calib.importer import import_files
+from calib.knobs import refusals
 from calib.optimise import optimum, pareto, tabulate
 from calib.outcomes import Outcomes
 from calib.policy import ALWAYS, CONFIDENCES, Policy, candidate_thresholds, confidence, decide, evaluate, pooled
+from calib.policyfile import load_policy_file
+from calib.provenance import Provenance
 from calib.search import GRID
 from calib.stages import stages
 from calib.store import Store, load_outcomes
@@ -572,7 +576,7 @@ def test_serve_env_is_refused_with_the_reason(tmp_path, policy, reason):
     for name in ("serve.env", "decide-defaults.json", "calibration.json"):
         (tmp_path / name).write_text("of an earlier policy")
     result = export(document(policy), tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["policy.json"]
+    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {"policy.json", "vllm.yaml", "README.md"}
     assert reason in result.refused[0]
     assert any(reason in warning for warning in result.warnings)
     assert not result.done
@@ -585,21 +589,22 @@ def test_serve_env_is_refused_with_the_reason(tmp_path, policy, reason):
 def test_temperatures_of_system_1_by_kind_go_to_the_server_on_top_of_its_own(tmp_path):
     policy = Policy(0.7, 0.4, 512, temperatures={"p1": {"*": 1.1, "noul": 1.5, "noul:2": 1.5}})
     own = {"noul": 1.003, "choice": 1.017, "score": 0.999}
+    origin = Provenance({"protocol": "jev27-bare-v1", "temperatures": own})
     assert refusals(policy) == ()
     assert calibration_json(policy, own) == pytest.approx({"noul": 1.5045, "choice": 1.1187, "score": 1.0989})
-    result = export(document(policy), tmp_path, server_temperatures=own)
-    assert set(result.files) == {"policy.json", "serve.env", "decide-defaults.json", "calibration.json"}
+    result = export(document(policy), tmp_path, origin=origin)
+    assert set(result.files) == {"policy.json", "serve.env", "decide-defaults.json", "calibration.json", "README.md"}
     assert json.loads((tmp_path / "calibration.json").read_text()) == calibration_json(policy, own)
     assert "JEV_DECIDE_CALIBRATION=calibration.json" in (tmp_path / "serve.env").read_text()
     assert {k.knob: k.holder for k in result.knobs}["temperatures"] == "server"
     # a gateway applies them itself: the server must not do it as well
-    result = export(document(policy), tmp_path, held_by="gateway", server_temperatures=own)
+    result = export(document(policy), tmp_path, held_by="gateway", origin=origin)
     assert not (tmp_path / "calibration.json").exists()
     assert "JEV_DECIDE_CALIBRATION" not in (tmp_path / "serve.env").read_text()
     assert {k.knob: k.holder for k in result.knobs}["temperatures"] == "gateway"
     # what the server's own are is not guessed
     result = export(document(policy), tmp_path)
-    assert result.files == ("policy.json",)
+    assert "serve.env" not in result.files
     assert "noul, choice, score is not known" in result.refused[0]
 
 

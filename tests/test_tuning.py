@@ -446,6 +446,10 @@ def test_estimated_seconds_are_met_and_never_certified():
     # a target that no second enters is certified all the same
     assert tune(estimated, demand("think_rate<99%")).verdict == "certified"
     assert tune(o, demand("p90<5s")).verdict == "certified"
+    # nor does the estimate of a thought keep System 1 alone from its certificate
+    thoughts = replace(o, estimated=np.array([[False, True, True]] * 2))
+    alone = tune(thoughts, demand("p99<100ms"))
+    assert (alone.policy.threshold, alone.verdict) == (0.0, "certified")
 
 
 # --- the document -----------------------------------------------------------------------------------------------------

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import click
 
-from calib.cli.base import NOT_MET, cli, examples, json_option, load, numbers_of, selection
+from calib.cli.base import NOT_MET, FiniteRange, cli, examples, json_option, load, numbers_of, selection
 from calib.errors import CalibError
-
-if TYPE_CHECKING:
-    pass
 
 
 @cli.command(
     epilog=examples(
         "calib evaluate --threshold 0.8 --mix 0.5 --think-budget 8192 --arm mtp",
         "calib evaluate --threshold 0 --json",
+        "calib evaluate --threshold 0.8 --deadline 8s --on-deadline system1",
     )
 )
 @click.option("--threshold", type=float, default=0.8, show_default=True, help="Think below; 0 never, 1.1 always.")
@@ -25,6 +23,12 @@ if TYPE_CHECKING:
 @click.option("--think-budget", type=int, metavar="TOKENS", help="Most thinking tokens.  [default: largest collected]")
 @click.option("--arm", metavar="NAME", help="Way of serving.  [default: the first]")
 @click.option("--cost", metavar="wrong=C,second=D", help="Prices for the metric cost (token=E too).")
+@click.option("--deadline", metavar="TIME", help="Close a thought in time for an answer by then: 8s, 800ms.")
+@click.option(
+    "--on-deadline",
+    type=click.Choice(["system2", "system1"]),
+    help="What answers when the deadline closed the thought: the cut thought, or System 1.  [default: system2]",
+)
 @selection
 @json_option
 def evaluate(
@@ -33,6 +37,8 @@ def evaluate(
     think_budget: int | None,
     arm: str | None,
     cost: str | None,
+    deadline: str | None,
+    on_deadline: str | None,
     store: str,
     model: str | None,
     datasets: tuple[str, ...],
@@ -41,17 +47,31 @@ def evaluate(
     as_json: bool,
 ) -> None:
     """Print every metric of one policy, by dataset."""
-    from calib import show
-    from calib.policy import Cost, Policy
-    from calib.policy import evaluate as score
+    from calib import metrics, show
+    from calib.certify import marks_of
+    from calib.deadline import parse_seconds
+    from calib.deadline import warnings as deadline_warnings
+    from calib.policy import Cost, Policy, decide, evaluate_decisions
 
+    if on_deadline and deadline is None:
+        raise CalibError("--on-deadline means nothing without a deadline; write for instance: --deadline 8s")
+    late = {} if deadline is None else {"deadline": parse_seconds(deadline), "on_deadline": on_deadline or "system2"}
     outcomes = load(store, model, datasets, traffic, concurrency)
     if think_budget is None:
         think_budget = int(outcomes.budgets[-1])
-    policy = Policy(threshold, mix, think_budget, arm or outcomes.arms[0])
-    result = score(outcomes, policy, by_dataset=True, cost=Cost.parse(cost) if cost else None)
-    marks = list(outcomes.marks_of(policy.arm, think_budget))
+    policy = Policy.from_dict(
+        {"threshold": threshold, "mix": mix, "think_budget": think_budget, "arm": arm or outcomes.arms[0], **late}
+    )
+    decisions = decide(outcomes, policy)
+    result = evaluate_decisions(outcomes, decisions, by_dataset=True, cost=Cost.parse(cost) if cost else None)
+    closed = {
+        name: metrics.mean(getattr(decisions, name), outcomes.weight)
+        for name in ("closed", "degraded")
+        if policy.deadline is not None
+    }
+    marks = list(marks_of(policy, outcomes))
     warnings = [*outcomes.warnings, *show.latency_hint(outcomes, policy.arm, think_budget)]
+    warnings += deadline_warnings(outcomes, policy)
     if as_json:
         show.echo_json(
             {
@@ -61,10 +81,11 @@ def evaluate(
                 "n": result.n,
                 "marks": marks,
                 "warnings": warnings,
+                **({"deadline": closed} if closed else {}),
             }
         )
     else:
-        show.evaluation(policy, result, marks, warnings)
+        show.evaluation(policy, result, marks, warnings, closed)
 
 
 @cli.command(
@@ -122,6 +143,7 @@ def why(
         "calib optimize --target p90:10s --target acc:83%",
         "calib optimize --minimize p90 --target 'accuracy>=83%' --name fast",
         "calib optimize --target 'accuracy[worst]>=60%, p90[GPQA Diamond]<20s' --json",
+        "calib optimize --target 'p99<10s' --deadline auto",
     )
     + "\n\n\b\nQuote a target: without quotes the shell reads p90<10s as p90 and a file named 10s; p90:10s needs none.",
 )
@@ -158,6 +180,18 @@ def why(
     show_default=True,
     help="What the threshold is compared with.",
 )
+@click.option(
+    "--deadline",
+    default="none",
+    show_default=True,
+    metavar="none|auto|TIME,..",
+    help="Try closing thoughts in time too: 8s or 6s,800ms; auto takes times from the limits and the data.",
+)
+@click.option(
+    "--include-failed-audits",
+    is_flag=True,
+    help="Tune on rows that failed an audit too, and refuse neither an arm nor a gate for what the audits say.",
+)
 @click.option("--trials", default=100, show_default=True, type=click.IntRange(0), help="Trials of the study; 0: none.")
 @click.option("--study", default="policy", show_default=True, metavar="NAME|FILE", help="Study, see below.")
 @click.option("--study-name", metavar="NAME", help="Go on with this study of the storage, or begin it.")
@@ -171,9 +205,7 @@ def why(
     show_default=True,
     help="Begin the study with the exact optimum; without it the gap tells what sampling alone finds.",
 )
-@click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Begin no trial after this."
-)
+@click.option("--timeout", type=FiniteRange(0, min_open=True), metavar="SECONDS", help="Begin no trial after this.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Threads of the study.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Of the bootstrap and the study.")
 @click.option("--name", default="best", show_default=True, help="Save the result under this name.")
@@ -193,6 +225,8 @@ def optimize(
     rate: str | None,
     calibrate: str,
     confidence: str,
+    deadline: str,
+    include_failed_audits: bool,
     trials: int,
     study: str,
     study_name: str | None,
@@ -218,12 +252,21 @@ def optimize(
     DATASET  one dataset, or worst: must hold in each
     OP       < <= > >=, or : for the natural side
     \b
+    DEADLINE is tried beside none; the better one wins, of equals the cheaper one. A thought that would end
+             later is closed in time and counts as at the largest collected budget that ends by then, or System 1
+             answers: whichever is better. Only the gateway keeps it (calib serve)
+    \b
     STUDY    policy (one for all), pareto (accuracy against p90), per_dataset (a route each),
              truncation (what to do with a cut thought), or a file of your own (see studies/)
     """  # noqa: D301 - click reads the escape
+    from dataclasses import replace
+
     from calib import audit, show
+    from calib.arrivals import parse_rate
+    from calib.fitness import fit_rows
     from calib.policy import Cost
     from calib.store import Store
+    from calib.store.contents import content_key
     from calib.study import check_study, default_storage, run_study
     from calib.target import parse_targets
     from calib.tuning import Demand, tune
@@ -239,9 +282,10 @@ def optimize(
         level=level,
         margin=_margin(margin),
         cheapest=prefer == "cheapest",
-        rate=_rate(rate) if rate else None,
+        rate=None if rate is None else parse_rate(rate),
         calibrate=calibrate,
         confidence=confidence,
+        deadlines=_deadlines(deadline),
         seed=seed,
     )
     if not name.strip():
@@ -250,11 +294,14 @@ def optimize(
     if trials:  # what cannot be run is said before a look at the test questions is spent
         check_study(study, sampler=sampler, storage=storage or default_storage(store))
     with Store.open(store, must_exist=True) as opened:
-        tuned = tune(outcomes, demand, ledger=opened.record_look)
+        said = audit.look(opened, outcomes)
+        fit = fit_rows(outcomes, test_share, everything=include_failed_audits)
+        if not include_failed_audits:
+            demand = replace(demand, arms=demand.arms or said.fit_arms, repeats=said.repeats)
+        tuned = tune(fit.outcomes, demand, ledger=opened.record_look)
         document = tuned.to_dict(name)
-        if tuned.policy is not None:
-            audits = audit.findings(opened, model=outcomes.fingerprint, threshold=tuned.policy.threshold)
-            document["warnings"] += [f"audit: {f.text}" for f in audits if f.level in ("warning", "refuse")]
+        document["fingerprints"]["store"] = content_key(opened)
+        document["warnings"] += [*fit.warnings, *said.of(tuned)]
         opened.save_policy(name, document)  # now, since a study is long and may be stopped
         plain = confidence == "max" and (tuned.policy is None or tuned.policy.pool == "linear")
         if trials and not plain:
@@ -262,8 +309,9 @@ def optimize(
         elif trials:
             line = show.ProgressLine()
             studied = demand.arms
-            if demand.rate is not None and tuned.best.policy is not None:
-                studied = [tuned.best.policy.arm]  # each arm sustains another number of tokens
+            known = said.unrefused(tuned)
+            if demand.rate is not None and known.policy is not None:
+                studied = [known.policy.arm]  # each arm sustains another number of tokens
             try:
                 result = run_study(
                     tuned.searched or tuned.tune,
@@ -281,8 +329,8 @@ def optimize(
                     cost=demand.cost,
                     arms=studied,
                     budgets=demand.budgets,
-                    exact=tuned.best,
-                    warm_start=[tuned.best.policy] if warm_start and tuned.best.policy is not None else [],
+                    exact=known,
+                    warm_start=[known.policy] if warm_start and known.policy is not None else [],
                     progress=None if as_json else lambda done, total, _best: line("study", done, total),
                 )
             except KeyboardInterrupt:
@@ -290,6 +338,10 @@ def optimize(
             else:
                 document["study"] = result.to_dict()
                 document["warnings"] += result.warnings
+                if known is not tuned.studied:
+                    document["warnings"].append("the study refuses no gate: its gap is to the optimum with all of them")
+                if tuned.best.policy is not None and tuned.best.policy.deadline is not None:
+                    document["warnings"].append("the study knows no deadline: its gap is to the optimum without one")
         opened.save_policy(name, document)
     if as_json:
         show.echo_json(document)
@@ -305,15 +357,12 @@ def _margin(text: str) -> bool:
     return text == "auto"
 
 
-def _rate(text: str) -> float:
-    number = text.strip().removesuffix("/s")
-    try:
-        found = float(number)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise CalibError(f"--rate {text!r} is no rate above 0; write for instance: --rate 5/s")
-    return found
+def _deadlines(text: str) -> tuple[float, ...] | Literal["auto"]:
+    from calib.deadline import parse_seconds
+
+    if text in ("none", "auto"):
+        return "auto" if text == "auto" else ()
+    return tuple(parse_seconds(part) for part in text.split(","))
 
 
 @cli.command(
@@ -350,6 +399,7 @@ def calibrate(
 
     from calib import show
     from calib.calibrate import fit
+    from calib.confidences import compare_confidences
     from calib.policy import Policy
     from calib.stages import stages
 
@@ -365,6 +415,7 @@ def calibrate(
     shown = tuned if held_out is None else held_out
     before = stages(shown, policy, rng=np.random.default_rng(0))
     after = stages(shown, fitted.policy(policy), rng=np.random.default_rng(0))
+    confidences = compare_confidences(tuned)
     if as_json:
         show.echo_json(
             {
@@ -374,8 +425,11 @@ def calibrate(
                 "held_out": held_out is not None,
                 "before": {name: stage.to_dict() for name, stage in before.items()},
                 "after": {name: stage.to_dict() for name, stage in after.items()},
+                "confidences": [row.to_dict() for row in confidences],
                 "warnings": list(outcomes.warnings),
             }
         )
     else:
-        show.calibration(fitted, before, after, shown.n, held_out=held_out is not None, warnings=outcomes.warnings)
+        show.calibration(fitted, before, after, shown.n, held_out=held_out is not None)
+        show.confidences(confidences, tuned.n)
+        show.calibration_notes(outcomes.warnings)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import timeit
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from calib.demand import Demand
 from calib.optimise import optimum, pareto, tabulate
 from calib.outcomes import Outcomes
+from calib.spaces import Serving, Spaces
 from calib.target import parse_targets
 
 INDEX = 33_846
@@ -89,6 +92,25 @@ def test_optimum_on_the_grid(benchmark: Any) -> None:
     found = benchmark.pedantic(optimum, args=(outcomes, targets), rounds=1, warmup_rounds=1)
     assert found.method == "grid"
     assert found.feasible
+
+
+@pytest.mark.parametrize("n", [1_000, 10_000, pytest.param(INDEX, marks=pytest.mark.slow)])
+def test_deadlines_beside_none(benchmark: Any, n: int) -> None:
+    """Each deadline is a table of its own for each arm and rule: `ratio` is all of them to the one without."""
+    outcomes = synthetic(n, widest=18, budgets=10)
+
+    def search(deadlines: tuple[float, ...] | Literal["auto"]) -> Spaces:
+        demand = Demand(LIMIT, deadlines=deadlines, test_share=0)
+        return Spaces(Serving(outcomes, demand), demand, outcomes)
+
+    plain = min(timeit.repeat(lambda: search(()), number=1, repeat=3))
+    found = benchmark.pedantic(search, args=("auto",), rounds=1, warmup_rounds=1)
+    ratio = benchmark.stats["min"] / plain
+    tables = len(found.tried)
+    benchmark.extra_info |= {"without_s": plain, "ratio": ratio, "tables": tables, "ratio_a_table": ratio / tables}
+    assert tables > 10
+    assert found.best.objective >= found.without_deadline.objective
+    assert ratio / tables < 3  # a table with a deadline has one arm, the one without has two
 
 
 CHILD = """
