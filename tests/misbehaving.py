@@ -150,7 +150,7 @@ class MisbehavingServer:
                 "finished_within_budget": finished,
             }
             if body.get("return_reasoning"):
-                thinking["reasoning"] = f"a thought of {tokens} tokens"
+                thinking["reasoning"] = thought(tokens)
             if body.get("system2_only"):
                 answer["system"] = 2
                 p = p2
@@ -164,6 +164,11 @@ class MisbehavingServer:
             probabilities=p.tolist(), choice_index=best, choice=options[best], elapsed_seconds=max(self.delay, 1e-6)
         )
         return answer
+
+
+def thought(tokens: int) -> str:
+    """Text of a thought: that of a shorter one is its beginning."""
+    return " ".join(f"w{i}" for i in range(tokens))
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,13 @@ class ReplayEngine:
         return EngineInfo("recorded", {"model": "recorded"}, 0.8, 0.5)
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
         self.asked.append((question.id, tuple(budgets), system1))
         row = self._by_id[question.id]

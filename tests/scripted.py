@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from calib.engine import Answer, EngineInfo
+from calib.engine import Answer, AskFailed, EngineInfo
 from calib.questions import Question
 
 NAN = float("nan")
@@ -19,7 +19,8 @@ NAN = float("nan")
 class ScriptedEngine:
     """System 1 answers ``p1`` in ``t1`` seconds, System 2 at each budget of ``p2`` in a second per 100 tokens.
 
-    The thought has ``length`` tokens. ``p1`` and ``p2`` may be callables that get the question (and the budget).
+    The thought has ``length`` tokens. With ``keeps_deadline`` a deadline closes it, in those seconds. ``p1`` and ``p2``
+    may be callables that get the question (and the budget).
     ``failure`` is raised in the stage ``fails_in``; a ``gate`` holds every answer back until it is set.
     """
 
@@ -32,8 +33,10 @@ class ScriptedEngine:
     gate: asyncio.Event | None = None
     simulated: bool = True
     thinks_about_scores: bool = False
+    keeps_deadline: bool = False
     raw: dict[str, Any] = field(default_factory=dict)
     asked: list[tuple[Question, tuple[int, ...], bool, bool]] = field(default_factory=list)
+    deadlines: list[float | None] = field(default_factory=list)
     most_open: int = 0
     closed: int = 0
     _open: int = 0
@@ -47,12 +50,20 @@ class ScriptedEngine:
             simulated=self.simulated,
             raw=self.raw,
             thinks_about_scores=self.thinks_about_scores,
+            keeps_deadline=self.keeps_deadline,
         )
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
         self.asked.append((question, tuple(budgets), system1, keep_text))
+        self.deadlines.append(deadline)
         self._open += 1
         self.most_open = max(self.most_open, self._open)
         try:
@@ -63,15 +74,21 @@ class ScriptedEngine:
         finally:
             self._open -= 1
         used = [min(self.length, b) for b in budgets]
+        closed = False
+        if used and deadline is not None and self.keeps_deadline and used[-1] > 100 * deadline:
+            if deadline < 0.01:
+                raise AskFailed("deadline", "no token in time", stage="system2", seconds=deadline)
+            used, closed = [min(n, int(100 * deadline + 1e-6)) for n in used], True
         return Answer(
             p1=np.array(_called(self.p1, question)) if system1 else None,
             t1=self.t1 if system1 else NAN,
             budgets=tuple(budgets),
             p2=np.array([_called(self.p2, question, b) for b in budgets]),
             tokens=np.array(used, dtype=np.int64),
-            finished=np.array([self.length <= b for b in budgets], dtype=bool),
+            finished=np.array([n == self.length for n in used], dtype=bool),
             t2=np.array([n / 100 for n in used]),
             text="a thought" if keep_text else None,
+            closed=closed,
         )
 
     async def close(self) -> None:

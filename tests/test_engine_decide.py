@@ -32,6 +32,7 @@ from tests.misbehaving import (
     status,
     text,
     think_seconds,
+    thought,
     truth,
 )
 
@@ -84,7 +85,7 @@ async def test_one_request_gives_both_systems(server: MisbehavingServer, engine:
     seconds = think_seconds(QUESTION.question, 4, LENGTH, 0.05)
     assert answer.t2.tolist() == [seconds]  # the server's own
     assert 0.0495 - seconds < answer.t1 < 0.5  # wall time, at least 0.05 s, less System 2's
-    assert answer.text == f"a thought of {LENGTH} tokens"
+    assert answer.text == thought(LENGTH)
     assert server.asked == [
         {
             "kind": "choice",
@@ -127,6 +128,25 @@ async def test_smaller_budgets_cut_the_same_thought_and_larger_ones_cost_nothing
     assert answer.p2 == pytest.approx(np.array(expected))
     asked = [(body["think_budget"], body.get("system2_only", False)) for body in server.asked]
     assert asked == [(LENGTH + 9000, False), (LENGTH - 1, True), (50, True)]
+    assert answer.text is None  # it was asked for to compare the thoughts
+    assert engine.remarks() == []
+
+
+async def test_a_shorter_thought_that_is_no_beginning_of_the_whole_one_is_told(
+    server: MisbehavingServer, engine: DecideEngine
+) -> None:
+    def other(answer: dict) -> None:
+        if answer["thinking"]["budget"] == 50:
+            answer["thinking"]["reasoning"] = thought(20) + " and then something else" + thought(20)
+
+    server.always = [edit(other)]
+    answer = await engine.ask(QUESTION, (50, LENGTH - 1, 4096))
+    assert answer.budgets == (50, LENGTH - 1, 4096)  # good answers, of other thoughts
+    (remark,) = engine.remarks()
+    assert remark.startswith("1 of 2 thoughts at a smaller budget are not the beginning")
+    server.always = [edit(lambda answer: answer["thinking"].pop("reasoning", None))]
+    await engine.ask(QUESTION, (50, 4096))  # a server that keeps the text to itself
+    assert engine.remarks() == [remark]
 
 
 async def test_a_thought_that_met_the_end_of_the_context_needs_no_second_request(
@@ -219,6 +239,8 @@ BAD_THOUGHT = {
     "bad_seconds: NaN": edit(lambda a: a["thinking"].update(think_seconds=math.nan)),
     "bad_seconds: longer than the whole": edit(lambda a: a["thinking"].update(think_seconds=3600.0)),
     "ignored_thinking": edit(lambda a: a["thinking"].update(used=False)),
+    "closed_by_deadline": edit(lambda a: a["thinking"].update(closed_by_deadline=True)),
+    "degraded": edit(lambda a: a.update(degraded=True, degraded_reason="timeout")),
     "mix_mismatch": edit(lambda a: _swap(a["probabilities"])),
 }
 
@@ -329,9 +351,7 @@ async def test_lasting_faults_end_as_a_failure_with_their_reason(
     assert len(waits) == 3
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"), [(400, "refused"), (422, "refused"), (403, "http_403"), (404, "http_404"), (302, "http_302")]
-)
+@pytest.mark.parametrize(("code", "reason"), [(400, "refused"), (422, "refused"), (404, "http_404"), (302, "http_302")])
 async def test_what_the_server_refuses_is_not_asked_again(
     server: MisbehavingServer, engine: DecideEngine, code: int, reason: str
 ) -> None:
@@ -503,7 +523,11 @@ async def test_the_key_comes_from_the_named_variable_and_shows_nowhere(
     server.always = [status(401, f"bad token {SECRET}")]
     with pytest.raises(CalibError, match="refuses the key in SOME_KEY") as refused:
         await engine.ask(QUESTION, ())
-    shown = [repr(engine), repr(engine.client), str(failed.value), failed.value.detail, str(refused.value), caplog.text]
+    server.always = [status(403, f"{SECRET} may only look")]
+    with pytest.raises(CalibError, match="let the key in SOME_KEY ask there") as forbidden:
+        await engine.ask(QUESTION, ())
+    shown = [repr(engine), repr(engine.client), str(failed.value), failed.value.detail, caplog.text]
+    shown += [str(refused.value), str(forbidden.value)]
     assert not any(SECRET in text for text in shown)
     await engine.close()
 
@@ -519,6 +543,14 @@ async def test_a_server_that_wants_a_key_says_how_to_give_one(server: Misbehavin
     server.always = [status(401)]
     with pytest.raises(CalibError, match="--api-key-env NAME"):
         await engine.ask(QUESTION, ())
+
+
+async def test_a_server_that_forbids_to_ask_stops_it_all(server: MisbehavingServer, engine: DecideEngine) -> None:
+    server.always = [status(403)]
+    for budgets in ((), (BUDGET,)):
+        with pytest.raises(CalibError, match="forbids to ask it .*--api-key-env NAME") as forbidden:
+            await engine.ask(QUESTION, budgets)
+        assert forbidden.value.exit_code == 1
 
 
 async def test_a_password_in_the_address_is_used_and_never_shown(server: MisbehavingServer) -> None:

@@ -55,6 +55,20 @@ async def test_the_server_with_the_fewest_questions_is_next() -> None:
     assert (slow.closed, quick.closed) == (1, 1)
 
 
+async def test_what_a_dead_server_cost_is_taken_off_the_deadline() -> None:
+    dead, alive = Server(), Server()
+    pool = EnginePool([dead, alive])
+    await pool.info()
+    dead.away = True
+    await pool.ask(ASKED[0], (600,), deadline=1.0)
+    (deadline,) = alive.deadlines
+    assert deadline is not None
+    assert 0.5 < deadline < 1.0 - 0.0019
+    await pool.ask(ASKED[1], (600,))
+    assert alive.deadlines[1] is None
+    await pool.close()
+
+
 async def test_a_dead_server_is_left_out_and_probed_again(caplog: pytest.LogCaptureFixture) -> None:
     dead, alive = Server(), Server()
     pool = EnginePool([dead, alive], probe_s=0.02)

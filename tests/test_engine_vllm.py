@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -388,8 +389,45 @@ async def test_a_server_that_lists_no_second_one_names_the_flag(start: Any) -> N
     with pytest.raises(CalibError, match="--max-logprobs 256"):
         await reader.read([[1, 2]], [3, 4])
     server.max_logprobs = 1
-    with pytest.raises(CalibError, match="max allowed: 1"):
+    with pytest.raises(CalibError, match="max allowed: 1.*--max-logprobs 256"):
         await engine_of(server).info()
+
+
+async def test_a_limit_that_shrinks_later_names_the_flag(start: Any) -> None:
+    server, engine = await start()
+    await engine.ask(CHOICE, ())
+    server.max_logprobs = 2  # started anew, with other flags
+    with pytest.raises(CalibError, match="fewer log-probabilities than the 3 .*--max-logprobs 256"):
+        await engine.ask(CHOICE, ())
+
+
+@pytest.mark.parametrize(("most", "found"), [(64, 20), (19, 5), (4, 2)])
+async def test_a_limit_that_is_refused_in_other_words_is_found_by_trying(start: Any, most: int, found: int) -> None:
+    server, engine = await start()
+    question = replace(CHOICE, options=tuple("abcdefg"))
+    expected = await engine.ask(question, BUDGETS)
+
+    async def other_words(request: web.Request, answer: Any) -> web.StreamResponse:
+        if (await request.json())["logprobs"] > most:
+            return web.json_response({"error": {"message": "logprobs: too many", "code": 400}}, status=400)
+        return web.json_response(answer)
+
+    server.always["mass"] = server.always["read"] = other_words
+    few = engine_of(server)
+    assert (await few.info()).raw["max_logprobs"] == found
+    answer = await few.ask(question, BUDGETS)
+    assert answer.p1 == pytest.approx(expected.p1)
+    assert answer.p2 == pytest.approx(expected.p2)
+
+
+async def test_a_server_that_forbids_to_ask_stops_at_once(start: Any) -> None:
+    server, engine = await start()
+    await engine.info()
+    for kind in ("read", "trace"):
+        server.always = {kind: status(403, "not for you")}
+        with pytest.raises(CalibError, match=r"forbids to ask it .*/v1/completions: not for you") as refused:
+            await engine.ask(CHOICE, BUDGETS)
+        assert refused.value.exit_code == 1
 
 
 async def test_logits_are_refused(start: Any) -> None:

@@ -42,6 +42,40 @@ def ask(engine, question, budgets=LADDER, **kwargs):
     return asyncio.run(engine.ask(question, budgets, **kwargs))
 
 
+# --- deadlines
+
+
+def test_a_deadline_closes_the_thought_in_simulated_seconds(validation):
+    engine = SimulatedEngine(validation)
+    question = next(q for q in validation.questions() if ask(engine, q).tokens[-1] >= 4000)
+    whole = ask(engine, question)
+    left = float(whole.t2[2]) + 1e-6  # the third budget ends just in time
+    closed = ask(engine, question, deadline=whole.t1 + left, keep_text=True)
+    assert closed.closed
+    assert "deadline" in closed.text
+    cut = int(closed.tokens[-1])
+    assert cut == LADDER[2]
+    assert closed.tokens.tolist() == [min(cut, b) for b in LADDER]
+    assert not closed.finished.any()
+    assert closed.p2[:3] == pytest.approx(whole.p2[:3])
+    assert (closed.p2[3:] == closed.p2[2]).all()
+    assert closed.t1 + closed.t2[-1] <= whole.t1 + left
+    without = ask(engine, question, system1=False, deadline=left)
+    assert without.tokens.tolist() == closed.tokens.tolist()
+    late = ask(engine, question, deadline=1e6)
+    assert (late.tokens.tolist(), late.closed) == (whole.tokens.tolist(), False)
+
+
+def test_a_deadline_that_leaves_no_token_is_a_failure(validation):
+    engine = SimulatedEngine(validation)
+    assert asyncio.run(engine.info()).keeps_deadline
+    question = validation.questions()[0]
+    with pytest.raises(AskFailed) as caught:
+        ask(engine, question, deadline=0.05)
+    assert (caught.value.reason, caught.value.stage, caught.value.seconds) == ("deadline", "system2", 0.05)
+    assert ask(engine, question, (), deadline=0.001).p1 is not None  # only thoughts are closed
+
+
 # --- one trace, by hand
 
 

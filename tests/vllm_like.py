@@ -6,6 +6,8 @@ of the seed too, so that what was read from a cut of one thought can be compared
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -78,6 +80,13 @@ class VllmLike:
         What a label's logit has over that of other tokens.
     end_share : float
         Chance of the end mark at each token of a thought.
+    pace, per_event : float, int
+        Of a streamed thought: seconds between two events, tokens in each (several under speculative decoding).
+    stalls_after, breaks_after, fails_after : int or None
+        Tokens after which a streamed thought stands still (one that is over by then: does not say so), loses its
+        connection, or ends in an error event.
+    left_at : list of int
+        Of streams that the client left: the tokens that had been sent.
     """
 
     def __init__(
@@ -100,6 +109,11 @@ class VllmLike:
         self.ignores: set[str] = set()
         self.end_share = 0.02
         self.letters = 12.0
+        self.pace, self.per_event = 0.0, 1
+        self.stalls_after: int | None = None
+        self.breaks_after: int | None = None
+        self.fails_after: int | None = None
+        self.left_at: list[int] = []
         self.models: list[dict[str, Any]] = [
             {"id": "toy", "object": "model", "owned_by": "vllm", "root": "/models/toy", "max_model_len": context}
         ]
@@ -228,6 +242,8 @@ class VllmLike:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        if body.get("stream"):
+            return await self._stream(request, body, self._traced(body, prompts))
         if not body.get("logprobs"):
             return await self._answer("trace", request, body, self._traced(body, prompts))
         kind = "read" if "allowed_token_ids" in body else "mass"
@@ -247,10 +263,58 @@ class VllmLike:
             "logprobs": None,
             "finish_reason": reason,
             "stop_reason": ids[-1] if reason == "stop" else None,
-            "token_ids": None if "token_ids" in self.ignores else ids,
+            "token_ids": None if "token_ids" in self.ignores and not body.get("stream") else ids,
         }
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         return {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": usage, **TAIL}
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], whole: Any) -> web.StreamResponse:
+        """The completion, event by event."""
+        if isinstance(whole, str) or self.faults["trace"] or "trace" in self.always:
+            return await self._answer("trace", request, body, whole)
+        self.asked.append(("trace", body))
+        (choice,) = whole["choices"]
+        ids = choice["token_ids"]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        sent = 0
+        try:
+            while sent < len(ids):
+                piece = ids[sent : sent + self.per_event]
+                if self.stalls_after is not None and sent >= self.stalls_after:
+                    await asyncio.sleep(60)
+                if self.breaks_after is not None and sent >= self.breaks_after:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
+                if self.fails_after is not None and sent >= self.fails_after:
+                    error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}
+                    await response.write(f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode())
+                    return response
+                await asyncio.sleep(self.pace)
+                sent += len(piece)
+                last = sent == len(ids)
+                stopped = last and choice["finish_reason"] == "stop"
+                told = {
+                    "index": 0,
+                    "text": self.tokenizer.decode(piece[:-1] if stopped else piece),
+                    "logprobs": None,
+                    "finish_reason": choice["finish_reason"] if last else None,
+                    "stop_reason": choice["stop_reason"] if last else None,
+                }
+                if "token_ids" not in self.ignores:
+                    told["token_ids"] = piece
+                if sent == len(piece):
+                    told["prompt_token_ids"] = body["prompt"]
+                event = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "toy", "choices": [told]}
+                await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            if self.stalls_after is not None:
+                await asyncio.sleep(60)
+            await response.write(b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.left_at.append(sent)
+            raise
+        return response
 
     def _read(self, body: dict[str, Any], prompts: list[list[int]]) -> Any:
         n = body["logprobs"]

@@ -47,6 +47,8 @@ class Answer:
         at the largest budget.
     text : str or None
         The thought, when it was asked for and the server returns it.
+    closed : bool
+        Whether the deadline closed the thought. Budgets beyond the tokens that had come by then hold the cut there.
     """
 
     p1: np.ndarray | None
@@ -60,6 +62,7 @@ class Answer:
     label_mass2: np.ndarray = field(default_factory=lambda: np.empty(0))
     stages: Mapping[str, float] = field(default_factory=dict)
     text: str | None = None
+    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class EngineInfo:
         The server's own description, as received.
     thinks_about_scores : bool
         Whether questions of the kind score can be thought about; those of the other kinds always can.
+    keeps_deadline : bool
+        Whether ``ask`` closes a thought in time for the ``deadline`` that it is given; else it ignores one.
     """
 
     model: str
@@ -90,6 +95,7 @@ class EngineInfo:
     simulated: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
     thinks_about_scores: bool = False
+    keeps_deadline: bool = False
 
     @property
     def canonical_identity(self) -> str:
@@ -113,7 +119,8 @@ class AskFailed(Exception):  # noqa: N818 - a finding that is kept with its reas
     ----------
     reason : str
         One of a small set of slugs that can be counted: ``timeout``, ``http_500``, ``connection``, ``bad_json``,
-        ``nan``, ``wrong_length``, ``sum_off``, ``negative``, ``budget_exceeded``, ``refused``, ``missing_field``.
+        ``nan``, ``wrong_length``, ``sum_off``, ``negative``, ``budget_exceeded``, ``refused``, ``missing_field``,
+        ``deadline``.
     detail : str
         One line for the user.
     stage : {"system1", "system2", "both"}
@@ -122,10 +129,19 @@ class AskFailed(Exception):  # noqa: N818 - a finding that is kept with its reas
         Wall seconds from the first attempt until it was given up: a timeout is censored there, never dropped.
     attempts : int
         Requests sent.
+    tokens : int
+        Thinking tokens that are known to have been generated in vain.
     """
 
     def __init__(
-        self, reason: str, detail: str = "", *, stage: str = "both", seconds: float = float("nan"), attempts: int = 1
+        self,
+        reason: str,
+        detail: str = "",
+        *,
+        stage: str = "both",
+        seconds: float = float("nan"),
+        attempts: int = 1,
+        tokens: int = 0,
     ) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
@@ -133,6 +149,7 @@ class AskFailed(Exception):  # noqa: N818 - a finding that is kept with its reas
         self.stage = stage
         self.seconds = seconds
         self.attempts = attempts
+        self.tokens = tokens
 
 
 class PartlyFailed(AskFailed):
@@ -148,7 +165,12 @@ class PartlyFailed(AskFailed):
 
     def __init__(self, failure: AskFailed, partial: Answer) -> None:
         super().__init__(
-            failure.reason, failure.detail, stage=failure.stage, seconds=failure.seconds, attempts=failure.attempts
+            failure.reason,
+            failure.detail,
+            stage=failure.stage,
+            seconds=failure.seconds,
+            attempts=failure.attempts,
+            tokens=failure.tokens,
         )
         self.partial = partial
 
@@ -169,7 +191,13 @@ class Engine(Protocol):
         ...
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
         """System 1 and, for each budget of ONE thought, System 2.
 
@@ -183,12 +211,17 @@ class Engine(Protocol):
             False leaves System 1 out, for callers who hold p1 already.
         keep_text : bool, default False
             Whether to return the thought itself.
+        deadline : float, optional
+            Seconds from the call within which the answer should be there; a simulated engine counts its own seconds.
+            An engine that keeps deadlines (`EngineInfo.keeps_deadline`) closes the thought in time and reads the
+            answer from the cut; any other one takes no notice. It is an aim and no promise: a caller that must not be
+            late stops waiting by itself.
 
         Raises
         ------
         AskFailed
-            When no good answer could be had; never returns a bad one as good. As `PartlyFailed` it carries what was
-            answered well.
+            When no good answer could be had, in time; never returns a bad one as good. As `PartlyFailed` it carries
+            what was answered well.
         """
         ...
 

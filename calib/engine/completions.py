@@ -10,13 +10,17 @@ MTP. The chat route splits off the thought, under a field that was renamed betwe
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from calib.engine.base import AskFailed
+from calib.engine.closing import Closing
 from calib.engine.http import HttpClient, Reply, shorten
 from calib.errors import CalibError
 
@@ -38,7 +42,18 @@ _NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_pe
 """Explicit, because a model's generation_config would else cut the distribution that is read."""
 
 _TOO_MANY = re.compile(r"logprobs of (\d+).*max allowed: (-?\d+)")
+_FEWER = (20, 5, 2)
+"""Numbers of log-probabilities to try where the server does not say how many it lists; 20 is vLLM's default."""
 _TOKEN = re.compile(r"token_id:(\d+)")
+
+
+_MISFITS = frozenset({"missing_field", "budget_exceeded"})
+"""Reasons that say a server streams otherwise than asked for, so that the tokens that came are of no use."""
+
+_MOVED = 0.01
+"""Seconds by which the time to close a thought must have changed for its timer to be set anew."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,10 @@ class Trace:
     queue, prefill : float or None
         Seconds before the first token, where the server reports them.
     attempts : int
+    closed : bool
+        Whether the deadline closed it.
+    text : str or None
+        Where it came with the tokens.
     """
 
     ids: tuple[int, ...]
@@ -67,6 +86,8 @@ class Trace:
     queue: float | None = None
     prefill: float | None = None
     attempts: int = 1
+    closed: bool = False
+    text: str | None = None
 
     @property
     def length(self) -> int:
@@ -166,14 +187,25 @@ class VllmServer:
     # --- completions --------------------------------------------------------------------------------------------------
 
     async def think(
-        self, prompt: Sequence[int], *, most: int, end: int, seed: int, sampling: Mapping[str, Any]
+        self,
+        prompt: Sequence[int],
+        *,
+        most: int,
+        end: int,
+        seed: int,
+        sampling: Mapping[str, Any],
+        closing: Closing | None = None,
     ) -> Trace:
         """One thought of at most ``most`` tokens, the end mark counted.
+
+        With ``closing`` the thought is streamed, and cut where it stands when it must be closed: the server stops
+        generating once the connection is closed. A stream that breaks gives the tokens that had come.
 
         Raises
         ------
         AskFailed
-            Among others ``budget_exceeded`` when the server went on after ``most`` tokens.
+            Among others ``budget_exceeded`` when the server went on after ``most`` tokens, and ``deadline`` when it
+            must be closed before its first token.
         """
         payload = self._completion(
             prompt=list(prompt),
@@ -184,31 +216,45 @@ class VllmServer:
             return_token_ids=True,
             **sampling,
         )
-        reply = await self.client.post(_COMPLETIONS, payload)
+        if closing is not None:
+            return await self._stream(payload, most, end, closing)
+        reply = await self.client.post(_COMPLETIONS, payload, asks=True)
         (choice,) = _choices(reply, 1)
-        ids = choice.get("token_ids")
-        if not _is_ids(ids):
-            raise AskFailed(
-                "missing_field",
-                "the completion lacks token_ids, which return_token_ids asks for (vLLM 0.10.2 or newer)",
-            )
-        if len(ids) > most:
-            raise AskFailed("budget_exceeded", f"{len(ids)} tokens at max_tokens {most}")
+        ids = _generated(choice, most)
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):
             raise AskFailed("unfinished", f"the completion ended by {reason!r}, expected stop or length")
-        ended = end in ids
-        if ended:
-            kept = ids[: ids.index(end)]
-        elif reason == "stop":
-            # The model ended its turn within the thought. Where its end-of-turn token is returned, it is no thought.
-            kept = ids[:-1] if choice.get("stop_reason") is None else ids
-        else:
-            kept = ids
-        if reason == "stop" and not ended and choice.get("stop_reason") == end:
-            kept, ended = ids, True  # the stop token was left out of the ids
+        kept, ended = _thought(ids, reason, choice.get("stop_reason"), end)
         queue, prefill = _before_first_token(reply.data)
-        return Trace(tuple(kept), ended, len(ids), reply.seconds, queue, prefill, reply.attempts)
+        return Trace(kept, ended, len(ids), reply.seconds, queue, prefill, reply.attempts)
+
+    async def _stream(self, payload: Mapping[str, Any], most: int, end: int, closing: Closing) -> Trace:
+        pieces = _Pieces(most)
+        started = time.perf_counter()
+        attempts, closed = 1, False
+        try:
+            async with asyncio.timeout_at(closing.due) as timer:
+
+                def take(event: Any) -> None:
+                    pieces.take(event)
+                    if not timer.expired() and abs(closing.due - (timer.when() or 0.0)) > _MOVED:
+                        timer.reschedule(closing.due)
+
+                reply = await self.client.stream(_COMPLETIONS, {**payload, "stream": True}, take)
+                attempts = reply.attempts
+        except TimeoutError:
+            closed = pieces.reason is None
+        except AskFailed as failure:
+            if not pieces.ids or failure.reason in _MISFITS:
+                raise
+            log.info("%s: a thought broke after %d tokens (%s)", self.client.url, len(pieces.ids), failure.reason)
+        seconds = time.perf_counter() - started
+        if not pieces.ids:
+            reason, said = ("deadline", "in time") if closed else ("unfinished", "in a stream that ended")
+            raise AskFailed(reason, f"no thinking token came {said}", attempts=attempts)
+        kept, ended = _thought(pieces.ids, pieces.reason, pieces.stop_reason, end)
+        text = "".join(pieces.texts)
+        return Trace(kept, ended, len(pieces.ids), seconds, attempts=attempts, closed=closed and not ended, text=text)
 
     async def first_token(
         self, prompts: Sequence[Sequence[int]], *, allowed: Sequence[int] | None, top: int
@@ -234,20 +280,43 @@ class VllmServer:
             **mask,
             **_NEUTRAL,
         )
-        reply = await self.client.post(_COMPLETIONS, payload)
+        try:
+            reply = await self.client.post(_COMPLETIONS, payload, asks=True)
+        except AskFailed as failure:
+            if failure.reason == "refused" and _TOO_MANY.search(failure.detail):
+                raise self._lists_too_few(top, failure) from None
+            raise
         return [_listed(choice, allowed) for choice in _choices(reply, len(prompts))]
 
     async def most_logprobs(self, prompt: Sequence[int], wanted: int) -> int:
-        """How many log-probabilities the server lists (``--max-logprobs``), at most ``wanted``."""
-        payload = self._completion(prompt=list(prompt), max_tokens=1, logprobs=wanted)
-        try:
-            await self.client.post(_COMPLETIONS, payload)
-        except AskFailed as failure:
-            match = _TOO_MANY.search(failure.detail)
-            if failure.reason != "refused" or match is None:
-                raise
-            return int(match[2])
-        return wanted
+        """How many log-probabilities the server lists (``--max-logprobs``), at most ``wanted``.
+
+        The refusal of too many says it; where it is worded in another way, fewer are tried.
+
+        Raises
+        ------
+        CalibError
+            Fewer than two: no comparison of labels can be read.
+        """
+        for tried in (wanted, *(few for few in _FEWER if few < wanted)):
+            payload = self._completion(prompt=list(prompt), max_tokens=1, logprobs=tried)
+            try:
+                await self.client.post(_COMPLETIONS, payload, asks=True)
+            except AskFailed as failure:
+                if failure.reason != "refused" or "logprobs" not in failure.detail:
+                    raise
+                refused = failure
+                if match := _TOO_MANY.search(failure.detail):
+                    return int(match[2])
+            else:
+                return tried
+        raise self._lists_too_few(_FEWER[-1], refused)
+
+    def _lists_too_few(self, wanted: int, failure: AskFailed) -> CalibError:
+        return CalibError(
+            f"{self.client.url} lists fewer log-probabilities than the {wanted} that a read needs ({failure.detail}): "
+            "start vllm serve with --max-logprobs 256"
+        )
 
     async def forced_end(self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         """What the server generates when its reasoning parser is told to end the thought at once.
@@ -273,6 +342,56 @@ class VllmServer:
     def _completion(self, **fields: Any) -> dict[str, Any]:
         salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         return {"model": self.model, "add_special_tokens": False, **fields, **salt}
+
+
+class _Pieces:
+    """What has come of a streamed completion: one event may bring several tokens, or none."""
+
+    def __init__(self, most: int) -> None:
+        self.ids: list[int] = []
+        self.texts: list[str] = []
+        self.reason: str | None = None
+        self.stop_reason: Any = None
+        self._most = most
+
+    def take(self, event: Any) -> None:
+        if isinstance(event, dict) and "error" in event:
+            error = event["error"]
+            code = error.get("code") if isinstance(error, dict) else None
+            raise AskFailed(f"http_{code}" if type(code) is int else "unfinished", shorten(error))
+        choices = event.get("choices") if isinstance(event, dict) else None
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise AskFailed("missing_field", f"an event of the stream lacks choices: {shorten(event, 80)}")
+        for choice in choices:  # none in an event that only tells usage
+            self.ids += _generated(choice, self._most, len(self.ids))
+            self.texts.append(str(choice.get("text") or ""))
+            if choice.get("finish_reason") is not None:
+                self.reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+
+
+def _generated(choice: Mapping[str, Any], most: int, before: int = 0) -> list[int]:
+    """Token ids of a completion, or of a piece of one that had so many before."""
+    ids = choice.get("token_ids")
+    if not _is_ids(ids):
+        raise AskFailed(
+            "missing_field",
+            "the completion lacks token_ids, which return_token_ids asks for (vLLM 0.10.2 or newer)",
+        )
+    if before + len(ids) > most:
+        raise AskFailed("budget_exceeded", f"{before + len(ids)} tokens at max_tokens {most}")
+    return ids
+
+
+def _thought(ids: Sequence[int], reason: str | None, stop_reason: Any, end: int) -> tuple[tuple[int, ...], bool]:
+    """The thought without its end mark, and whether that came."""
+    if end in ids:
+        return tuple(ids[: ids.index(end)]), True
+    if reason == "stop" and stop_reason == end:
+        return tuple(ids), True  # the stop token was left out of the ids
+    if reason == "stop" and stop_reason is None:
+        # The model ended its turn within the thought. Where its end-of-turn token is returned, it is no thought.
+        return tuple(ids[:-1]), False
+    return tuple(ids), False
 
 
 def _is_ids(value: Any) -> TypeGuard[list[int]]:

@@ -5,9 +5,10 @@ retries and clocks of HTTP (`calib.engine.http`), what is asked and kept (`calib
 
 How one question with several budgets becomes one thought: the largest budget is asked first, with both systems' parts
 shown (``debug``). The server derives its sampling seed from the question, so a smaller budget cuts the same thought;
-one that holds all of the tokens used needs no request, each other one is a ``system2_only`` request. Where the server's
-base model can be asked too and gives the same answers (`DecideEngine.offer_ladder`), the smaller ones are read there
-from cuts of the thought instead, which costs a read and not a thought each.
+one that holds all of the tokens used needs no request, each other one is a ``system2_only`` request. Its thought is
+compared with the beginning of the whole one, since batches move the last digits and it may part from it. Where the
+server's base model can be asked too and gives the same answers (`DecideEngine.offer_ladder`), the smaller ones are
+read there from cuts of the thought instead, which costs a read and not a thought each.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ _CLOCK_TOLERANCE = 1e-3
 
 _HUGE = 1e300
 _COMPARED_AT_A_TIME = 8
+_TORN = 8
+"""Characters at the end of a cut thought that may be another text in the whole one: its last token's."""
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class DecideEngine:
         self._ladder: VllmEngine | None = None
         self._offer: tuple[tuple[Question, ...], Callable[[str], None]] | None = None
         self._comparing = asyncio.Lock()
+        self._compared = self._other = 0
 
     def __repr__(self) -> str:
         return f"DecideEngine({self.client.url!r})"
@@ -111,12 +115,19 @@ class DecideEngine:
         return self._info
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,  # noqa: ARG002 - the protocol knows none
     ) -> Answer:
         """System 1 and, for each budget of one thought, System 2.
 
         A score question never thinks: its answer holds no budget, whatever was asked. Seconds of System 2 are the
-        server's own; those of System 1 are our wall time less them, or the server's own from a simulated one.
+        server's own; those of System 1 are our wall time less them, or the server's own from a simulated one. The
+        protocol has no deadline, so ``deadline`` changes nothing.
 
         Raises
         ------
@@ -135,7 +146,8 @@ class DecideEngine:
         if not ladder:
             return await self._system1(question, info) if system1 else _answer(None, math.nan, {})
         p1, t1 = None, math.nan
-        with_text = keep_text or (self._ladder is not None and len(ladder) > 1)
+        # smaller budgets are compared with the thought, or read from it; a simulated one has no text to compare
+        with_text = keep_text or (len(ladder) > 1 and not info.simulated)
         if system1:
             p1, t1, whole = await self._both(question, ladder[-1], info, with_text)
         else:
@@ -231,7 +243,7 @@ class DecideEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _system1(self, question: Question, info: EngineInfo) -> Answer:
-        reply = await self.client.post(_DECIDE, _request(question, thinking="off"))
+        reply = await self.client.post(_DECIDE, _request(question, thinking="off"), asks=True)
         with _blaming("system1", reply):
             data = _object(reply.data, "the answer")
             _check_options(data, question)
@@ -246,7 +258,7 @@ class DecideEngine:
     ) -> tuple[Floats, float, _Thought]:
         """System 1 and System 2 by one request."""
         request = _request(question, thinking="on", budget=budget, reasoning=keep_text)
-        reply = await self.client.post(_DECIDE, request)
+        reply = await self.client.post(_DECIDE, request, asks=True)
         n = len(question.options)
         with _blaming("both", reply):
             data = _object(reply.data, "the answer")
@@ -271,7 +283,7 @@ class DecideEngine:
     async def _system2(self, question: Question, budget: int, info: EngineInfo, keep_text: bool) -> _Thought:
         request = _request(question, thinking="on", budget=budget, reasoning=keep_text)
         request["system2_only"] = True
-        reply = await self.client.post(_DECIDE, request)
+        reply = await self.client.post(_DECIDE, request, asks=True)
         with _blaming("system2", reply):
             data = _object(reply.data, "the answer")
             _check_options(data, question)
@@ -308,7 +320,8 @@ class DecideEngine:
         """The same thought at a smaller budget."""
         if whole.tokens <= budget:  # it ended, or met the end of the context, before this budget would cut it
             return whole
-        thought = await self._system2(question, budget, info, keep_text=False)
+        compare = whole.text is not None and not info.simulated
+        thought = await self._system2(question, budget, info, keep_text=compare)
         if thought.finished or thought.tokens != budget:
             raise AskFailed(
                 "other_thought",
@@ -316,7 +329,19 @@ class DecideEngine:
                 f"tokens, at a larger one after {whole.tokens}: two different thoughts",
                 stage="system2",
             )
-        return thought
+        if compare and thought.text is not None and whole.text is not None:
+            self._compared += 1
+            self._other += not whole.text.startswith(thought.text.rstrip()[:-_TORN])
+        return replace(thought, text=None)
+
+    def remarks(self) -> list[str]:
+        """What was odd about the answers so far, in words."""
+        if not self._other:
+            return []
+        return [
+            f"{self._other} of {self._compared} thoughts at a smaller budget are not the beginning of the one at the "
+            "largest, though they were asked for with one seed: p2 at smaller budgets is that of other thoughts there"
+        ]
 
     # --- the server's description -------------------------------------------------------------------------------------
 
@@ -458,6 +483,8 @@ def _check_levels(question: Question) -> None:
 
 
 def _check_options(data: Mapping[str, Any], question: Question) -> None:
+    if data.get("degraded") is True:
+        raise AskFailed("degraded", f"the gateway gave System 1's answer alone ({data.get('degraded_reason')})")
     options = data.get("options")
     if options is None:
         raise AskFailed("missing_field", "the answer lacks options")
@@ -492,6 +519,12 @@ def _thought(
         raise AskFailed("missing_field", f"finished_within_budget should be true or false, got {finished!r}")
     if tokens > budget:
         raise AskFailed("budget_exceeded", f"{tokens} thinking tokens at think_budget {budget}")
+    if thinking.get("closed_by_deadline") is True:
+        raise AskFailed(
+            "closed_by_deadline",
+            f"the gateway's deadline closed the thought after {tokens} tokens, so it is not the one of think_budget "
+            f"{budget}: ask the server behind it, or a gateway without a deadline",
+        )
     text = thinking.get("reasoning")
     return _Thought(
         p2=_distribution(holder, name, n_options),

@@ -1,5 +1,7 @@
 """JSON over HTTP with patience: retries, back-off, seconds counted from the first attempt, and no secret in any text.
 
+Answers come whole, or as a stream of events that are handed on one by one.
+
 Owns what every engine behind a URL shares. Leaves to others: what is asked and whether the answer is good (`decide`,
 `vllm`).
 """
@@ -13,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -65,6 +68,14 @@ class _Flaw(Exception):  # noqa: N818 - becomes an AskFailed once the patience i
         self.detail = detail
         self.again = again
         self.retry_after = retry_after
+
+
+class _NotJson(Exception):  # noqa: N818 - what a body turned out to be
+    """A body is not JSON."""
+
+
+_Read = Callable[[aiohttp.ClientResponse], Awaitable[Any]]
+"""Reads an answer of status 200."""
 
 
 class HttpClient:
@@ -145,14 +156,22 @@ class HttpClient:
 
     async def get(self, path: str) -> Reply:
         """Fetch ``path``; see `post`."""
-        return await self._patiently("GET", path, None)
+        return await self._patiently("GET", path, None, _json)
 
     async def get_text(self, path: str) -> Reply:
         """Fetch ``path``, whose answer is text and not JSON (``/metrics``); see `post`."""
-        return await self._patiently("GET", path, None, text=True)
+        return await self._patiently("GET", path, None, _text)
 
-    async def post(self, path: str, payload: Mapping[str, Any]) -> Reply:
+    async def post(self, path: str, payload: Mapping[str, Any], *, asks: bool = False) -> Reply:
         """Send ``payload`` as JSON and return the parsed answer.
+
+        Parameters
+        ----------
+        path : str
+        payload : mapping
+        asks : bool, default False
+            Whether answers come from this path, so that its status 403 says that nobody gets any. Elsewhere 403 may
+            only say that a route is switched off.
 
         Raises
         ------
@@ -160,9 +179,34 @@ class HttpClient:
             Given up. The reason is ``timeout``, ``connection``, ``bad_json``, ``refused`` (400 or 422: this question)
             or ``http_STATUS``; the seconds run from the first attempt.
         CalibError
-            Status 401: no question will be answered without another key.
+            Status 401, and 403 where it ``asks``: no question will be answered without another key.
         """
-        return await self._patiently("POST", path, json.dumps(payload, separators=(",", ":")).encode())
+        return await self._patiently("POST", path, _encoded(payload), _json, asks=asks)
+
+    async def stream(self, path: str, payload: Mapping[str, Any], take: Callable[[Any], None]) -> Reply:
+        """Send ``payload`` as JSON and hand each event of the answer to ``take`` as it comes.
+
+        The answer is a stream of server-sent events that hold JSON, the last one ``[DONE]``; the reply's data is None.
+        Cancelling closes the connection, by which the server knows that nobody listens any more; events that had come
+        by then are handed on first. An answer that breaks
+        after its first event is not asked for again: what came of it is with the caller.
+
+        Raises
+        ------
+        AskFailed, CalibError
+            See `post`, of a path that ``asks``. What ``take`` raises passes through.
+        """
+        begun = False
+
+        def taken(event: Any) -> None:
+            nonlocal begun
+            begun = True
+            take(event)
+
+        async def read(response: aiohttp.ClientResponse) -> None:
+            await _read_events(response, taken)
+
+        return await self._patiently("POST", path, _encoded(payload), read, lambda: not begun, asks=True)
 
     async def close(self) -> None:
         """Give back the connections; a later request opens new ones."""
@@ -170,15 +214,24 @@ class HttpClient:
         if session is not None:
             await session.close()
 
-    async def _patiently(self, method: str, path: str, body: bytes | None, *, text: bool = False) -> Reply:
+    async def _patiently(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        read: _Read,
+        again: Callable[[], bool] = lambda: True,
+        *,
+        asks: bool = False,
+    ) -> Reply:
         started = time.perf_counter()
         attempts = 0
         while True:
             attempts += 1
             try:
-                data = await self._attempt(method, path, body, text=text)
+                data = await self._attempt(method, path, body, read, asks=asks)
             except _Flaw as flaw:
-                if not flaw.again or attempts > self.retries:
+                if not flaw.again or attempts > self.retries or not again():
                     seconds = time.perf_counter() - started
                     detail = self._without_secrets(flaw.detail)
                     raise AskFailed(flaw.reason, detail, seconds=seconds, attempts=attempts) from None
@@ -194,7 +247,7 @@ class HttpClient:
         backoff = self._rng.uniform(0, min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (attempts - 1)))
         return backoff + min(retry_after or 0.0, _LONGEST_RETRY_AFTER)
 
-    async def _attempt(self, method: str, path: str, body: bytes | None, *, text: bool) -> Any:
+    async def _attempt(self, method: str, path: str, body: bytes | None, read: _Read, *, asks: bool) -> Any:
         headers = None if body is None else {"Content-Type": "application/json"}
         try:
             async with self._open().request(
@@ -202,8 +255,10 @@ class HttpClient:
             ) as response:
                 if response.status != 200:
                     content = await response.content.read(_ERROR_BODY)
-                    raise self._refusal(method, path, response, content)
-                content = await response.read()
+                    raise self._refusal(method, path, response, content, asks=asks)
+                return await read(response)
+        except _NotJson as error:
+            raise _Flaw("bad_json", f"the answer of {method} {path} is not JSON: {shorten(error)}") from None
         except aiohttp.ClientPayloadError as error:
             raise _Flaw("bad_json", f"the answer of {method} {path} was cut: {shorten(error)}") from None
         except aiohttp.ConnectionTimeoutError:
@@ -213,14 +268,10 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             said = shorten(error) or type(error).__name__
             raise _Flaw("connection", f"{method} {path} at {self.url}: {said}") from None
-        if text:
-            return content.decode("utf-8", "replace")
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise _Flaw("bad_json", f"the answer of {method} {path} is not JSON: {shorten(error)}") from None
 
-    def _refusal(self, method: str, path: str, response: aiohttp.ClientResponse, content: bytes) -> _Flaw | CalibError:
+    def _refusal(
+        self, method: str, path: str, response: aiohttp.ClientResponse, content: bytes, *, asks: bool
+    ) -> _Flaw | CalibError:
         status = response.status
         detail = f"HTTP {status} from {method} {path}"
         if said := _message(content):
@@ -232,6 +283,13 @@ class HttpClient:
                 else "wants a key: put it in an environment variable and name that with --api-key-env NAME"
             )
             return CalibError(self._without_secrets(f"{self.url} {what} ({detail})"), exit_code=1)
+        if status == 403 and asks:
+            allowed = (
+                f"let the key in {self._api_key_env} ask there"
+                if self._api_key_env
+                else "name a key that may by --api-key-env NAME, or let this machine ask there"
+            )
+            return CalibError(self._without_secrets(f"{self.url} forbids to ask it ({detail}): {allowed}"), exit_code=1)
         if 300 <= status < 400:
             target = response.headers.get("Location", "")
             detail += f"; redirects are not followed, give the address it points to: {shorten(target)}"
@@ -255,6 +313,47 @@ class HttpClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
+
+
+def _encoded(payload: Mapping[str, Any]) -> bytes:
+    return json.dumps(payload, separators=(",", ":")).encode()
+
+
+def _decoded(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise _NotJson(error) from None
+
+
+async def _json(response: aiohttp.ClientResponse) -> Any:
+    return _decoded(await response.read())
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    return (await response.read()).decode("utf-8", "replace")
+
+
+async def _read_events(response: aiohttp.ClientResponse, take: Callable[[Any], None]) -> None:
+    """Hand on the data of each server-sent event; other fields and comments are skipped."""
+    rest = b""
+
+    def feed(chunk: bytes) -> None:  # several events may come at once, or half of one
+        nonlocal rest
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            field, _, data = line.partition(b":")
+            if field == b"data" and data.strip() != b"[DONE]":
+                take(_decoded(data))
+
+    try:
+        async for chunk in response.content.iter_any():
+            feed(chunk)
+    except asyncio.CancelledError:
+        # in a busy loop much may have come that was not looked at yet; what is wrong with it matters no more
+        with suppress(_NotJson, AskFailed, aiohttp.ClientError, TimeoutError):
+            feed(response.content.read_nowait())
+        raise
 
 
 def _checked(base_url: str) -> URL:

@@ -60,8 +60,11 @@ class Reader:
         Whether the server's log-probabilities are taken after masks (``--logprobs-mode processed_logprobs``). Then one
         request gives all labels; else one for each label is sent, allowing it alone, and their sum is the label mass.
     most : int
-        Log-probabilities that the server lists (``--max-logprobs``). More labels than that are read in groups that
-        share their first label, which ties them together exactly.
+        Log-probabilities that the server lists (``--max-logprobs``). Only processed ones need as many as there are
+        labels. More labels than that are read in groups that share their first label, which ties them together
+        exactly: (n - 1) / (most - 1) requests, rounded up. One request for each label could not do it, since a label
+        that alone is allowed has all of the probability once the mask counts. Raw ones are read label by label at any
+        limit.
     """
 
     def __init__(self, server: VllmServer, *, processed: bool, most: int) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from calib.engine.base import Answer, AskFailed, Engine, EngineInfo, PartlyFailed, ServerBusy
@@ -20,12 +20,21 @@ from calib.engine.http import UNREACHABLE, HttpClient
 from calib.errors import CalibError
 from calib.questions import Question
 
-__all__ = ["EnginePool"]
+__all__ = ["EnginePool", "Upstream"]
 
 PROBE_S = 10.0
 """Seconds after which a server that was left out is asked again whether it is there."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """How a server of the pool is now: its address, whether it is asked, and its questions in flight."""
+
+    name: str
+    alive: bool
+    open: int
 
 
 class _Member:
@@ -67,6 +76,15 @@ class EnginePool:
         """Connections to the servers that are not left out, for `calib.busyness`."""
         engines = [member.engine for member in self._members if not member.away]
         return tuple(client for engine in engines if (client := getattr(engine, "client", None)) is not None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any server can be asked."""
+        return not all(member.away for member in self._members)
+
+    def upstreams(self) -> tuple[Upstream, ...]:
+        """The servers, in the order in which they were given."""
+        return tuple(Upstream(_name(member.engine), not member.away, member.open) for member in self._members)
 
     @property
     def cache_salt(self) -> str | None:
@@ -115,7 +133,13 @@ class EnginePool:
         return info
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
         """Ask the server with the fewest questions in flight; another one where it cannot be reached.
 
@@ -134,7 +158,13 @@ class EnginePool:
             tried.add(id(member))
             member.open += 1
             try:
-                answer = await member.engine.ask(question, budgets, system1=system1, keep_text=keep_text)
+                answer = await member.engine.ask(
+                    question,
+                    budgets,
+                    system1=system1,
+                    keep_text=keep_text,
+                    deadline=None if deadline is None else max(0.0, deadline - lost),
+                )
             except PartlyFailed as failure:
                 failure.partial = _later(failure.partial, lost)
                 raise
@@ -183,11 +213,35 @@ class EnginePool:
             member.identity, member.away = dict(info.identity), False
             log.warning("%r is back", member.engine)
 
+    async def look(self) -> None:
+        """See whether the servers are there, also when nobody asks them anything: for a readiness probe."""
+        await asyncio.gather(self._probe(), *(self._ping(member) for member in self._members if not member.away))
+
+    async def _ping(self, member: _Member) -> None:
+        client: HttpClient | None = getattr(member.engine, "client", None)
+        if client is None:
+            return
+        try:
+            async with asyncio.timeout(self._probe_s):
+                await client.get_text("/health")
+        except AskFailed as failure:  # any answer is a sign of life, also that there is no such route
+            if failure.reason in UNREACHABLE:
+                self._leave_out(member, str(failure))
+        except TimeoutError:
+            self._leave_out(member, f"GET /health gave no answer within {self._probe_s:g} s")
+        except CalibError as error:  # a key that is refused: those who ask will be told
+            log.debug("%r: %s", member.engine, error)
+
     def _leave_out(self, member: _Member, why: str) -> None:
         if not member.away:
             log.warning("%r is left out: %s", member.engine, why)
         member.away = True
         member.retry_at = time.monotonic() + self._probe_s
+
+    def remarks(self) -> list[str]:
+        """What was odd about the answers of any server, in words."""
+        told = [getattr(member.engine, "remarks", None) for member in self._members]
+        return list(dict.fromkeys(line for tell in told if tell is not None for line in tell()))
 
     async def close(self) -> None:
         """Close all engines."""
@@ -202,3 +256,9 @@ def _later(answer: Answer, lost: float) -> Answer:
     if not lost:
         return answer
     return replace(answer, t2=answer.t2 + lost) if math.isnan(answer.t1) else replace(answer, t1=answer.t1 + lost)
+
+
+def _name(engine: Engine) -> str:
+    """Address of a server, without login; what it calls itself when it has none."""
+    client: HttpClient | None = getattr(engine, "client", None)
+    return repr(engine) if client is None else client.url.rstrip("/")

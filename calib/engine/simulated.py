@@ -7,6 +7,7 @@ their figures (`profiles`), how outcomes are assigned (`quotas`) and read (`trac
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -109,17 +110,26 @@ class SimulatedEngine:
             "figures_from": self.profile.figures["source"],
             "unknown_question": GENERIC,
         }
-        return EngineInfo(model, identity, reference.threshold, reference.mix, simulated=True, raw=raw)
+        return EngineInfo(
+            model, identity, reference.threshold, reference.mix, simulated=True, raw=raw, keeps_deadline=True
+        )
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
-        """Both systems' answers; the budgets cut one thought.
+        """Both systems' answers; the budgets cut one thought. A deadline counts in simulated seconds.
 
         Raises
         ------
         AskFailed
-            Reason ``refused``: thinking on a score question, a budget below 1, too many options.
+            Reason ``refused``: thinking on a score question, a budget below 1, too many options. Reason ``deadline``:
+            it leaves no time for one token and the read.
         """
         ladder = np.array(sorted(set(budgets)), dtype=np.int64)
         thinks = ladder.size > 0
@@ -132,7 +142,17 @@ class SimulatedEngine:
         traces, row = self._find(question)
         n = len(question.options)
         rows = np.array([row])
-        p2, tokens, finished = traces.read(rows, ladder)
+        whole = int(min(traces.length[row], ladder[-1])) if thinks else 0
+        used = whole
+        if thinks and deadline is not None:
+            first, _, read = seconds(self._rates, traces.jitter[rows], np.zeros((1, 1), dtype=np.int64))
+            left = deadline - float(first[0]) * system1 - float(read[0])
+            used = math.floor(min(whole, max(left, 0.0) * self._rates.tokens_per_second))
+            if used < 1:
+                await asyncio.sleep(self.time_scale * deadline)
+                raise AskFailed("deadline", "no token comes in time", stage="system2", seconds=deadline)
+        closed = used < whole
+        p2, tokens, finished = traces.read(rows, np.minimum(ladder, used) if closed else ladder)
         first, thought, read = seconds(self._rates, traces.jitter[rows], tokens)
         t1, t2 = float(first[0]), thought[0] + read[0]
         stages = {"thought": float(thought[0, -1]), "read": float(read[0])} if thinks else {}
@@ -148,7 +168,8 @@ class SimulatedEngine:
             t2=t2,
             label_mass2=np.full(len(ladder), np.nan),
             stages=stages,
-            text=_thought(int(tokens[0, -1]), bool(finished[0, -1])) if keep_text and thinks else None,
+            text=_thought(int(tokens[0, -1]), bool(finished[0, -1]), closed) if keep_text and thinks else None,
+            closed=closed,
         )
 
     async def close(self) -> None:
@@ -191,6 +212,6 @@ def _generic(question: Question, seed: int) -> Traces:
     )
 
 
-def _thought(tokens: int, finished: bool) -> str:
-    end = "It ended by itself." if finished else "The budget cut it."
+def _thought(tokens: int, finished: bool, closed: bool) -> str:
+    end = "It ended by itself." if finished else f"The {'deadline' if closed else 'budget'} cut it."
     return f"(simulated thought of {tokens} tokens; no model wrote one) {end}"

@@ -10,6 +10,9 @@ server with that one budget would. ``t2`` at a smaller budget is derived from it
 generating took in proportion to the tokens. Reads that exist for the cache alone (smaller budgets, label mass) are not
 counted.
 
+With a deadline the thought is streamed and closed where it stands once only the time of a read is left
+(`calib.engine.closing`); the answer is read from that cut as from any other.
+
 Leaves to others: requests (`calib.engine.completions`), prompts (`calib.engine.prompts`), labels
 (`calib.engine.labels`).
 """
@@ -24,7 +27,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import PurePath
@@ -35,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib.engine.base import Answer, AskFailed, EngineInfo, PartlyFailed
+from calib.engine.closing import Closing, ReadTimes
 from calib.engine.completions import Trace, VllmServer
 from calib.engine.http import HttpClient, shorten
 from calib.engine.labels import LabelFinder, Labels
@@ -153,6 +157,7 @@ class VllmEngine:
         self._setup: _Setup | None = None
         self._said: Sequence[str] = ()
         self._setting_up = asyncio.Lock()
+        self._read_times = ReadTimes()
 
     def __repr__(self) -> str:
         return f"VllmEngine({self.client.url!r})"
@@ -182,7 +187,13 @@ class VllmEngine:
         return self._setup.info
 
     async def ask(
-        self, question: Question, budgets: Sequence[int], *, system1: bool = True, keep_text: bool = False
+        self,
+        question: Question,
+        budgets: Sequence[int],
+        *,
+        system1: bool = True,
+        keep_text: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
         """System 1 and, for each budget of one thought, System 2.
 
@@ -194,6 +205,7 @@ class VllmEngine:
         CalibError
             The server cannot be asked this way (see `info`), or the model has no labels for so many options.
         """
+        until = None if deadline is None else asyncio.get_running_loop().time() + deadline
         ladder = tuple(sorted({int(budget) for budget in budgets}))
         if ladder and ladder[0] < 1:
             raise CalibError(f"a think budget must be 1 token or more, got {ladder[0]}")
@@ -205,7 +217,7 @@ class VllmEngine:
         if not ladder:
             return _answer(first, t1)
         try:
-            answer = await self._system2(setup, question, labels, ladder, keep_text, first, t1)
+            answer = await self._system2(setup, question, labels, ladder, keep_text, first, t1, until)
         except PartlyFailed:
             raise
         except AskFailed as failure:
@@ -273,6 +285,7 @@ class VllmEngine:
             prompt = (*chat[: len(chat) - len(setup.tail)], *labels.direct.context)
             (reading,) = await setup.reader.read([prompt], labels.direct.labels)
         seconds = clock.seconds
+        self._read_times.system1_took(seconds)
         if self._label_mass and math.isnan(reading.mass):
             try:
                 (mass,) = await setup.reader.mass([prompt], labels.direct.labels)
@@ -290,6 +303,7 @@ class VllmEngine:
         keep_text: bool,
         first: Reading | None,
         t1: float,
+        until: float | None,
     ) -> Answer:
         with _stage("system2") as clock:
             opening = await self._opening(setup, question, labels)
@@ -297,11 +311,18 @@ class VllmEngine:
             room = setup.room - len(opening) - len(setup.ladder.cut) - len(labels.thought.context) - 1
             if room < 1:
                 raise AskFailed("context", f"a prompt of {len(opening)} tokens leaves no room for a thought")
-            trace = await self._think(setup, question, opening, min(budgets[-1], room))
-            rungs = await setup.ladder.read(opening, trace, budgets, labels.thought)
-        text = await self._text(trace) if keep_text else None
+            most = min(budgets[-1], room)
+            closing = None if until is None else Closing(self._read_times, until)
+            trace = await self._think(setup, question, opening, most, closing)
+            with nullcontext() if closing is None else closing.reading(closed=trace.closed):
+                try:
+                    rungs = await setup.ladder.read(opening, trace, budgets, labels.thought)
+                except AskFailed as failure:
+                    failure.tokens = trace.length
+                    raise
+        text = (await self._text(trace) if trace.text is None else trace.text) if keep_text else None
         seconds, stages = _seconds(trace, rungs, rendered, t1)
-        answer = _answer(first, t1, rungs, seconds, stages, text)
+        answer = _answer(first, t1, rungs, seconds, stages, text, trace.closed)
         if rungs.failure is not None:
             rungs.failure.stage = "system2"
             raise PartlyFailed(rungs.failure, answer)
@@ -317,9 +338,13 @@ class VllmEngine:
         """Chat and start mark, after which the model thinks."""
         return (*await self._render(question, labels, setup.marks.on), *setup.opening)
 
-    async def _think(self, setup: _Setup, question: Question, opening: Sequence[int], most: int) -> Trace:
+    async def _think(
+        self, setup: _Setup, question: Question, opening: Sequence[int], most: int, closing: Closing | None = None
+    ) -> Trace:
         seed = crc32(f"{self.seed}:{text_hash(question)}".encode()) & 0x7FFFFFFF
-        return await self._server.think(opening, most=most, end=setup.end, seed=seed, sampling=self.sampling)
+        return await self._server.think(
+            opening, most=most, end=setup.end, seed=seed, sampling=self.sampling, closing=closing
+        )
 
     async def _render(self, question: Question, labels: Labels, switch: Mapping[str, Any]) -> tuple[int, ...]:
         messages = self.prompt.messages(question, labels.texts)
@@ -379,7 +404,7 @@ class VllmEngine:
             "notes": notes,
         }
         identity = self._identity(described, marks, rendering)
-        info = EngineInfo(described["id"], identity, raw=raw, thinks_about_scores=True)
+        info = EngineInfo(described["id"], identity, raw=raw, thinks_about_scores=True, keeps_deadline=True)
         setup = _Setup(info, room, marks, end[0], opening, tail, finder, ladder)
         raw["system1_label_mass"] = await self._masses(setup)
         notes += _remarks(raw)
@@ -639,6 +664,7 @@ def _answer(
     t2: Floats | None = None,
     stages: Mapping[str, float] | None = None,
     text: str | None = None,
+    closed: bool = False,
 ) -> Answer:
     n = len(rungs.budgets) if rungs else 0
     return Answer(
@@ -655,4 +681,5 @@ def _answer(
         label_mass2=np.array([reading.mass for reading in rungs.readings] if rungs else (), dtype=np.float64),
         stages=stages or {},
         text=text,
+        closed=closed,
     )
