@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -18,12 +19,19 @@ from contextlib import asynccontextmanager
 import aiohttp
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from calib import __version__
+from calib.declog import DecisionLog
 from calib.engine import AskFailed, ServerBusy
 from calib.engine.simulated import SimulatedEngine, load_profile
 from calib.errors import CalibError
-from calib.policy import Policy
-from calib.serve import ServerThread, _listen, open_app, serving
+from calib.gateway import policy_version
+from calib.limits import Admission
+from calib.policy import Policy, Route
+from calib.running import listen
+from calib.serve import ServerThread, open_app, serving
+from tests.patience import undisturbed
 from tests.scripted import ScriptedEngine
 
 CHOICE = {"kind": "choice", "state": "s", "question": "q", "options": ["red", "green", "blue"]}
@@ -57,6 +65,14 @@ async def post(session: aiohttp.ClientSession, data=None, **fields):
     async with session.post("/v1/decide", data=body) as response:
         assert response.content_type == "application/json"
         return response.status, await response.json()
+
+
+async def metrics(session: aiohttp.ClientSession):
+    """Samples of /metrics by name and labels."""
+    async with session.get("/metrics") as response:
+        assert response.status == 200
+        families = text_string_to_metric_families(await response.text())
+        return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
 async def get(session: aiohttp.ClientSession, path: str):
@@ -110,8 +126,10 @@ async def test_openapi_documents_request_answer_and_errors(session):
     fields = route["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert {"kind", "state", "question", "options", "thinking", "threshold", "think_budget", "debug"} <= set(fields)
     assert "mix" not in fields
-    assert set(route["responses"]) == {"200", "400", "413", "429", "502", "503"}  # no 422: it cannot come
-    assert set(described["paths"]) == {"/v1/decide", "/v1/decide/info", "/v1/models", "/health", "/ready"}
+    # no 422: it cannot come
+    assert set(route["responses"]) == {"200", "400", "408", "413", "429", "502", "503", "504"}
+    assert [each["name"] for each in route["parameters"]] == ["x-calib-dataset"]
+    assert set(described["paths"]) == {"/v1/decide", "/v1/decide/info", "/v1/models", "/metrics", "/health", "/ready"}
 
 
 async def test_numbers_survive_the_way():
@@ -200,6 +218,32 @@ async def test_a_body_over_the_limit_is_refused_and_the_connection_goes_on():
         assert (await post(session, state="x" * 19_000))[0] == 200
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(b"\x00" * 100, b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"POST /v1/decide HTTP/9.9\r\n\r\n"),
+        b"POST /v1/decide HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/decide HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST /v1/decide HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        b"POST /v1/decide HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /v1/decide/info\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Calib-Dataset: a\r\n\tb: c\nd\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_refused_and_harms_nobody(plain, session, sent):
+    host, port = plain[1].removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    with contextlib.suppress(TimeoutError):
+        got = await asyncio.wait_for(reader.read(65536), 0.3)
+        assert b" 500 " not in got.partition(b"\r\n")[0]
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    assert plain[0].asked == []
+    assert (await post(session))[0] == 200
+
+
 async def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody(plain, session, caplog):
     host, port = plain[1].removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
@@ -212,10 +256,38 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody(plain
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize("stage", ["system1", "system2"])
-async def test_a_failure_of_the_model_is_a_502(stage):
-    async with client(ScriptedEngine(failure=AskFailed("timeout", "no answer"), fails_in=stage)) as session:
+async def test_a_failure_of_system_1_is_a_502():
+    async with client(ScriptedEngine(failure=AskFailed("timeout", "no answer"))) as session:
         assert await post(session, thinking="on") == problem(502, "UpstreamError", "timeout: no answer")
+
+
+async def test_a_failure_of_system_2_is_system_1s_answer_and_is_counted():
+    engine = ScriptedEngine(failure=AskFailed("http_500", "broken"), fails_in="system2")
+    async with client(engine) as session:
+        status, answer = await post(session, thinking="on")
+        assert (status, answer["degraded"], answer["degraded_reason"]) == (200, True, "http_500")
+        assert answer["probabilities"] == [0.7, 0.2, 0.1]
+        counted = await metrics(session)
+    assert counted["calib_degraded_total", (("reason", "http_500"),)] == 1
+    assert counted["calib_upstream_errors_total", (("kind", "http_500"), ("stage", "system2"))] == 1
+
+
+@pytest.mark.parametrize(("fields", "policy", "status"), [({"deadline": 0.05}, None, 408), ({}, 0.05, 504)])
+async def test_a_system_1_that_misses_the_deadline_is_no_answer(fields, policy, status):
+    engine = ScriptedEngine(gate=asyncio.Event(), simulated=False)
+    async with client(engine, policy=Policy(deadline=policy)) as session:
+        refusal = problem(status, "DeadlineError", "the model gave no answer within the deadline")
+        assert await post(session, thinking="off", **fields) == refusal
+
+
+async def test_a_refused_key_of_the_model_is_a_502_that_tells_the_log_and_not_the_client(caplog):
+    engine = ScriptedEngine(failure=CalibError("10.0.0.7 refuses the key in MODEL_KEY"))
+    async with client(engine) as session:
+        for _ in range(3):
+            status, answer = await post(session)
+            assert (status, answer["error"]["type"]) == (502, "UpstreamError")
+            assert "10.0.0.7" not in answer["error"]["message"]
+    assert caplog.messages == ["10.0.0.7 refuses the key in MODEL_KEY"]  # once, not for each request
 
 
 @pytest.mark.parametrize(("asked", "told"), [(None, "1"), (0.2, "1"), (2.5, "3"), (40, "40")])
@@ -240,6 +312,202 @@ async def test_nothing_is_logged_of_requests_that_are_answered_or_refused(caplog
         await post(session, state="private", options=["private"])
     told = [record for record in caplog.records if record.name != "asyncio"]
     assert "private" not in "".join(record.getMessage() for record in told)
+
+
+# --- limits, key, routes, counters, log -------------------------------------------------------------------------------
+
+
+@undisturbed
+async def test_a_request_without_a_place_is_a_429_and_those_in_the_queue_are_answered():
+    gate = asyncio.Event()
+    engine = ScriptedEngine(gate=gate)
+    async with client(engine, admission=Admission(2, 3)) as session:
+        tasks = [asyncio.create_task(post(session, thinking="off")) for _ in range(5)]
+        async with asyncio.timeout(10):
+            while (seen := await metrics(session))["calib_requests_queued", ()] < 3:
+                await asyncio.sleep(0.01)
+        assert (seen["calib_requests_in_flight", ()], engine.most_open) == (2, 2)
+        async with session.post("/v1/decide", json=CHOICE) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "1")
+            assert (await response.json())["error"]["type"] == "ServerBusyError"
+        started = time.monotonic()
+        status, _ = await post(session, deadline=0.2)  # the queue is full for it too
+        assert (status, time.monotonic() - started < 0.2) == (429, True)
+        gate.set()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 5
+        seen = await metrics(session)
+    assert engine.most_open == 2
+    assert (seen["calib_requests_in_flight", ()], seen["calib_requests_queued", ()]) == (0, 0)
+    assert seen["calib_refused_total", (("reason", "queue_full"),)] == 2
+    assert seen["calib_responses_total", (("code", "429"),)] == 2
+    assert seen["calib_responses_total", (("code", "200"),)] == 5
+
+
+async def test_waiting_in_the_queue_counts_for_the_deadline():
+    """System 1 comes 0.3 s late because of the queue, and a thought of 6 s is closed that much earlier."""
+    gate = asyncio.Event()
+    engine = ScriptedEngine(gate=gate, simulated=False, keeps_deadline=True, length=10_000)
+    policy = Policy(1.1, 0.5, 8192, deadline=30.0)
+    async with client(engine, policy=policy, admission=Admission(1, 3)) as session:
+        first = asyncio.create_task(post(session, thinking="off"))
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(post(session))
+        asyncio.get_running_loop().call_later(0.3, gate.set)
+        (_, _), (status, answer) = await asyncio.gather(first, second)
+    assert (status, answer["thinking"]["closed_by_deadline"]) == (200, True)
+    assert engine.deadlines[-1] < 29.75
+    assert answer["elapsed_seconds"] >= 0.25
+
+
+async def test_a_request_that_would_wait_beyond_its_deadline_is_a_429():
+    engine = ScriptedEngine(gate=asyncio.Event())
+    async with client(engine, policy=Policy(deadline=0.1), admission=Admission(1, 3)) as session:
+        task = asyncio.create_task(post(session, thinking="off", deadline=60))  # wins over the policy's
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        status, answer = await post(session)
+        assert (status, answer["error"]["message"]) == (
+            429,
+            "no place came within the deadline of 0.1 s; try again in 1 s",
+        )
+        engine.gate.set()
+        assert (await task)[0] == 200
+
+
+async def test_a_bug_gives_its_place_back():
+    engine = ScriptedEngine(failure=ZeroDivisionError())
+    async with client(engine, admission=Admission(1, 0)) as session:
+        for _ in range(3):
+            async with session.post("/v1/decide", json=CHOICE, headers={"Connection": "close"}) as response:
+                assert response.status == 500
+        engine.failure = None
+        assert (await post(session))[0] == 200
+        assert (await metrics(session))["calib_responses_total", (("code", "500"),)] == 3
+
+
+async def test_with_a_key_only_probes_go_without():
+    engine = ScriptedEngine()
+    async with client(engine, key="s3cret") as session:
+        for path in ("/v1/decide/info", "/v1/models", "/metrics", "/openapi.json", "/absent"):
+            async with session.get(path) as response:
+                assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert (await response.json())["error"]["code"] == 401
+        wrong = {"Authorization": "Bearer s3cres"}
+        async with session.post("/v1/decide", json=CHOICE, headers=wrong) as response:
+            assert response.status == 401
+        assert engine.asked == []
+        assert await get(session, "/health") == (200, {"status": "alive"})
+        assert await get(session, "/ready") == (200, {"status": "ready"})  # who answers is not for everyone
+        right = {"Authorization": "Bearer s3cret"}
+        async with session.post("/v1/decide", json=CHOICE, headers=right) as response:
+            assert response.status == 200
+        async with session.get("/openapi.json", headers=right) as response:
+            described = await response.json()
+    assert described["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}
+    assert described["paths"]["/v1/decide"]["post"]["security"] == [{"bearer": []}]
+    assert "security" not in described["paths"]["/health"]["get"]
+
+
+async def test_an_oversized_body_without_the_key_is_not_read():
+    async with client(key="s3cret", max_body=1000) as session:
+        assert (await post(session, data=io.BytesIO(b" " * 5_000_000)))[0] == 401
+        assert await get(session, "/health") == (200, {"status": "alive"})
+
+
+ROUTED = Policy(0.5, 0.5, 256, routes={"dataset=deep": Route(1.1, 512), "dataset=tiefgründig": Route(1.1, 1024)})
+
+
+async def test_a_header_names_the_dataset_where_the_body_does_not():
+    async def budget(session, header, **fields):
+        headers = {} if header is None else {"X-Calib-Dataset": header}
+        async with session.post("/v1/decide", json=CHOICE | {"thinking": "auto"} | fields, headers=headers) as response:
+            assert response.status == 200
+            return (await response.json())["thinking"]["budget"]
+
+    async with client(policy=ROUTED) as session:
+        assert await budget(session, None) == 256
+        assert await budget(session, "deep") == 512
+        assert await budget(session, "tiefgründig") == 1024
+        assert await budget(session, "deep", dataset="other") == 256  # the body wins
+        assert await budget(session, "other", dataset="deep") == 512
+        for strange in ("", "deep ", "dataset=deep", "x" * 4000, "a, deep", "%64eep", "\x80\xff"):
+            assert await budget(session, strange) == (512 if strange == "deep " else 256)
+
+
+async def test_the_counters_of_a_few_decisions():
+    engine = ScriptedEngine(simulated=True, keeps_deadline=True, length=600)
+    policy = Policy(0.75, 0.5, 512)
+    version = policy_version(policy)
+    async with client(engine, policy=policy) as session:
+        await post(session, thinking="off")
+        await post(session, thinking="auto")  # 512 tokens in 5.12 s, cut by the budget
+        await post(session, thinking="auto", think_budget=1000)  # 600 tokens in 6 s, whole
+        await post(session, thinking="on", deadline=2.05)  # 200 tokens in 2 s, closed
+        await post(session, thinking="auto", threshold=0.1)  # sure enough
+        await post(session, system2_only=True)
+        await post(session, thinking="sometimes")
+        seen = await metrics(session)
+
+    def decisions(mode, thought):
+        return seen["calib_decisions_total", (("mode", mode), ("policy_version", version), ("thought", thought))]
+
+    assert decisions("off", "no") == 1
+    assert (decisions("auto", "yes"), decisions("auto", "no")) == (2, 1)
+    assert (decisions("on", "yes"), decisions("system2", "yes")) == (1, 1)
+    assert seen["calib_thought_tokens_total", ()] == 512 + 600 + 200 + 512
+    assert seen["calib_thought_length_tokens_bucket", (("le", "512.0"),)] == 3
+    assert seen["calib_thought_length_tokens_bucket", (("le", "1024.0"),)] == 4
+    assert seen["calib_thoughts_cut_total", (("by", "budget"),)] == 2
+    assert seen["calib_thoughts_cut_total", (("by", "deadline"),)] == 1
+    assert seen["calib_decision_seconds_bucket", (("le", "0.05"), ("thought", "no"))] == 2  # just 50 ms, inclusive
+    assert seen["calib_decision_seconds_bucket", (("le", "0.025"), ("thought", "no"))] == 0
+    assert seen["calib_decision_seconds_bucket", (("le", "5.0"), ("thought", "yes"))] == 1
+    assert seen["calib_decision_seconds_bucket", (("le", "+Inf"), ("thought", "yes"))] == 4
+    assert seen["calib_decision_seconds_sum", (("thought", "yes"),)] == pytest.approx(5.17 + 6.05 + 2.05 + 5.12)
+    assert seen["calib_responses_total", (("code", "200"),)] == 6
+    assert seen["calib_responses_total", (("code", "400"),)] == 1
+    (told,) = (dict(labels) for name, labels in seen if name == "calib_policy_info")
+    assert (told["version"], told["threshold"], told["mix"], told["think_budget"]) == (version, "0.75", "0.5", "512")
+    assert seen["calib_build_info", (("version", __version__),)] == 1
+    assert seen["process_resident_memory_bytes", ()] > 1e7
+
+
+async def test_metrics_in_the_newer_format_for_those_who_ask(session):
+    async with session.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}) as response:
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+        assert (await response.text()).endswith("# EOF\n")
+    async with session.get("/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=")
+
+
+async def test_no_text_of_a_request_gets_into_metrics_or_log(tmp_path):
+    """Whatever a client writes, an exposition stays one, and the log's lines stay lines."""
+    strange = ['a"} 1\ncalib_decisions_total 1e9', "\u2028{}\\", "private"]
+    async with client(policy=ROUTED, decision_log=DecisionLog(tmp_path / "d.jsonl")) as session:
+        for text in strange:
+            status, _ = await post(session, state=text, question=text, options=[text, "b", "c"], dataset=text)
+            assert status == 200
+        for fields in ({"kind": strange[0]}, {"thinking": strange[0]}):
+            assert (await post(session, **fields))[0] == 400
+        async with session.get("/metrics") as response:
+            text = await response.text()
+    assert "1e9" not in text
+    assert "private" not in text
+    logged = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]
+    assert [line["dataset"] for line in logged] == strange  # the one name that a log of datasets needs
+    assert not any("private" in str(value) for line in logged for key, value in line.items() if key != "dataset")
+
+
+async def test_each_decision_is_logged_once_and_before_the_end(tmp_path):
+    path = tmp_path / "d.jsonl"
+    async with client(policy=ROUTED, decision_log=DecisionLog(path)) as session:
+        answers = [await post(session, question=str(i), thinking="auto") for i in range(20)]
+        await post(session, thinking="sometimes")
+    logged = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["p1"] for line in logged] == [[0.7, 0.2, 0.1]] * 20
+    assert {line["policy_version"] for line in logged} == {answer["policy_version"] for _, answer in answers}
+    assert len({line["hash"] for line in logged}) == 20
 
 
 # --- load, starting and stopping --------------------------------------------------------------------------------------
@@ -295,7 +563,7 @@ async def test_an_error_inside_the_block_stops_the_server():
     error = ZeroDivisionError()
     assert not await server.__aexit__(ZeroDivisionError, error, None)
     assert engine.closed == 1
-    _listen("127.0.0.1", int(url.rpartition(":")[2])).close()  # free again
+    listen("127.0.0.1", int(url.rpartition(":")[2])).close()  # free again
 
 
 async def test_an_address_that_is_taken_says_what_to_type():
@@ -311,7 +579,7 @@ async def test_an_address_that_is_taken_says_what_to_type():
 async def test_connections_do_not_wait_for_acknowledgements():
     """Nagle's algorithm would put 40 ms between headers and body of an answer."""
     seen = asyncio.Queue()
-    with _listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener:
         server = await asyncio.start_server(lambda _, writer: seen.put_nowait(writer), sock=listener)
         async with server:
             _, mine = await asyncio.open_connection(*listener.getsockname())
@@ -376,13 +644,11 @@ async def test_a_second_signal_does_not_wait(process):
     async with aiohttp.ClientSession(url) as session:
         task = asyncio.create_task(post(session, thinking="on"))  # at least 1.2 s, at most two minutes
         await asyncio.sleep(0.3)
-        started = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
         await asyncio.sleep(0.2)
         os.kill(process.pid, signal.SIGTERM)
-        assert (await task)[0] == 503
+        assert (await task)[0] == 503  # and not 200, which waiting would have given
     assert await asyncio.to_thread(process.wait, 20) == 0
-    assert time.monotonic() - started < 1.1
 
 
 # --- in front of the simulated engine ---------------------------------------------------------------------------------
