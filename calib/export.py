@@ -1,80 +1,42 @@
-"""Chosen policy to serve configs, with the evidence for it, and back.
+"""Chosen policy to serve configs, with the evidence for it, into a folder that remembers what it held before.
 
-A folder gets ``policy.json`` (read by ``calib serve``), ``serve.env`` (for the reference server's ``serve.sh`` and
-``serve_decide.py``) and ``decide-defaults.json`` (request fields for clients). Each knob has one holder; the think
-budget has none unless a gateway or the clients hold it, since no environment variable of the reference server sets it.
-What that server cannot express is refused: it knows one temperature of System 1 for each kind (``calibration.json``), a
-linear pool and the top probability; everything else needs the gateway, and then ``policy.json`` alone is written.
+Puts the files together (`calib.policyfile`, `calib.decidefiles`, `calib.vllmyaml`, `calib.guide`), refuses what must
+not be served, and hands them to `calib.history`: one way for the command and the dashboard. Reads no store: what a
+store knows comes in as a `Provenance`. What the server cannot express (`calib.knobs`) needs the gateway: then there is
+no ``serve.env``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shlex
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from calib import __version__
+from calib.decidefiles import CALIBRATION_FILE, calibration_json, decide_defaults, serve_env
+from calib.diff import Change, changes
 from calib.errors import CalibError
+from calib.guide import guide
+from calib.history import SIGNATURE, ConfigFolder
+from calib.knobs import Knob, knobs, refusals, route_keys_of, uncarried
+from calib.outcomes import ESTIMATED, SIMULATED
 from calib.policy import Policy
-from calib.temperature import ANY
+from calib.policyfile import dump_json, policy_document
+from calib.provenance import Provenance
+from calib.vllmyaml import vllm_yaml
 
-__all__ = [
-    "HOLDERS",
-    "POLICY_SCHEMA",
-    "SERVER_KINDS",
-    "Export",
-    "Knob",
-    "calibration_json",
-    "export",
-    "knobs",
-    "load_policy_file",
-    "refusals",
-    "write_atomically",
-]
+__all__ = ["Export", "Running", "export", "other_model", "unroutable"]
 
-POLICY_SCHEMA = 1
-"""Version of the form of ``policy.json``."""
-
-HOLDERS = ("gateway", "client")
-"""Who can hold the think budget of each request."""
-
-CALIBRATION_FILE = "calibration.json"
-_FILES = ("policy.json", "serve.env", "decide-defaults.json", CALIBRATION_FILE)
-
-SERVER_KINDS = ("noul", "choice", "score")
-"""Kinds for which the reference server has a temperature of System 1."""
-
-CONFIDENCE_DEFINITIONS = {
-    "max": "max(p1): the largest entry of System 1's probabilities, recomputed by the reader",
-    "margin": "the largest entry of System 1's probabilities minus the second, recomputed by the reader",
-    "entropy": "1 - entropy(p1) / ln(number of options), recomputed by the reader from System 1's probabilities",
-}
-_CALIBRATED = ", after the temperatures of System 1"
+_UNKNOWN = Provenance()
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One knob of a policy and who must hold it.
+class Running:
+    """The server that is to serve the policy: where, and which model answers there."""
 
-    Attributes
-    ----------
-    knob : str
-    value : str
-    holder : {"server", "client", "gateway", "nobody"}
-    how : str
-        What to do, in words.
-    """
-
-    knob: str
-    value: str
-    holder: str
-    how: str
+    url: str
+    model: str
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +50,13 @@ class Export:
     knobs : tuple of Knob
     warnings : tuple of str
     refused : tuple of str
-        Why there is no ``serve.env``: what the reference server cannot express. Empty when it was written.
+        Why there is no ``serve.env``: what the server cannot express. Empty when it was written.
+    unchanged : bool
+        Whether every file was there already, to the letter: then nothing was written and nothing entered.
+    entry : int or None
+        Its number in the history of the folder; None when nothing was entered.
+    changes : tuple of Change
+        Against the policy that was there.
     """
 
     folder: str
@@ -96,6 +64,9 @@ class Export:
     knobs: tuple[Knob, ...]
     warnings: tuple[str, ...]
     refused: tuple[str, ...] = ()
+    unchanged: bool = False
+    entry: int | None = None
+    changes: tuple[Change, ...] = ()
 
     @property
     def done(self) -> bool:
@@ -104,213 +75,54 @@ class Export:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self) | {"done": self.done}
-
-
-def knobs(policy: Policy, held_by: str | None = None) -> tuple[Knob, ...]:
-    """Who holds each knob of the policy.
-
-    Parameters
-    ----------
-    policy : Policy
-    held_by : {"gateway", "client"}, optional
-        Who adds the think budget to each request; nobody when left out.
-    """
-    if held_by is not None and held_by not in HOLDERS:
-        raise CalibError(f"--held-by must be one of {', '.join(HOLDERS)}, got {held_by!r}")
-    gateway = held_by == "gateway"
-    if gateway:
-        how = "calib serve --policy policy.json adds it to each request"
-    elif held_by == "client":
-        how = "each client sends the fields of decide-defaults.json"
-    else:
-        how = (
-            "no variable of the server sets it (its default is unlimited): serve by the gateway, or let clients send it"
-        )
-    rule = "gateway" if gateway else "server"
-    if refusals(policy):
-        only = "only the gateway applies it: calib serve --policy policy.json"
-        held = "gateway" if gateway else "nobody"
-        special = {
-            "confidence": (policy.confidence, policy.confidence != "max"),
-            "temperatures": (json.dumps(policy.to_dict()["temperatures"]), policy.temperatures is not None),
-            "pool": (policy.pool, policy.pool != "linear"),
-        }
-        return (
-            Knob("threshold", repr(policy.threshold), held, only),
-            Knob("mix", repr(policy.mix), held, only),
-            *(Knob(name, value, held, only) for name, (value, needed) in special.items() if needed),
-            Knob("think_budget", str(policy.think_budget), held, how if gateway else only),
-            Knob("arm", policy.arm, "server", _arm_how(policy.arm)),
-        )
-    fitted = json.dumps(policy.to_dict()["temperatures"])
-    return (
-        Knob("threshold", repr(policy.threshold), rule, "policy.json" if gateway else "JEV_DECIDE_THRESHOLD"),
-        Knob("mix", repr(policy.mix), rule, "policy.json" if gateway else "JEV_DECIDE_MIX (no request field sets it)"),
-        *[Knob("temperatures", fitted, rule, "policy.json" if gateway else _CALIBRATION_HOW)]
-        * (policy.temperatures is not None),
-        Knob("think_budget", str(policy.think_budget), held_by or "nobody", how),
-        Knob("arm", policy.arm, "server", _arm_how(policy.arm)),
-    )
-
-
-def _arm_how(arm: str) -> str:
-    if arm in _MTP:
-        return f"MTP={_MTP[arm]} for serve.sh"
-    return "start the server the way this arm was collected"
-
-
-_MTP = {"base": "0", "mtp": "1"}
-_CALIBRATION_HOW = (
-    "JEV_DECIDE_CALIBRATION names calibration.json; a gateway in front of such a server would apply them twice"
-)
-
-
-def refusals(policy: Policy) -> tuple[str, ...]:
-    """What of the policy the reference server cannot express, each with the reason; empty when it can serve it."""
-    found = []
-    if policy.confidence != "max":
-        found.append(f"confidence {policy.confidence!r}: the server thinks by the top probability of System 1 only")
-    if policy.pool != "linear":
-        found.append(f"pool {policy.pool!r}: the server mixes probabilities linearly")
-    t = policy.calibration
-    for stage, what in (
-        ("p2", "System 2 after a finished thought"),
-        ("cut", "System 2 after a cut thought"),
-        ("final", "the answer after the mix"),
-    ):
-        if t.changes(stage):
-            found.append(f"a temperature of {what}: the server has temperatures of System 1 only")
-    if t.uniform.get("p1", 0.0) > 0:
-        found.append("a share of the uniform distribution for System 1: the server knows temperatures only")
-    by_number = sorted({key.partition(":")[0] for key in t.p1 if ":" in key})
-    for kind in by_number:
-        seen = {value for key, value in t.p1.items() if key.partition(":")[0] == kind}
-        if len(seen) > 1:
-            found.append(f"temperatures of {kind} by number of options: the server has one for each kind")
-    return tuple(found)
-
-
-def calibration_json(policy: Policy, server: Mapping[str, float]) -> dict[str, float]:
-    """Content of the server's ``calibration.json``: the temperature of System 1 for each kind.
-
-    Parameters
-    ----------
-    policy : Policy
-    server : mapping of str to float
-        The temperatures by kind under which System 1 was collected (``GET /v1/decide/info``): the policy's come on top
-        of them, and temperatures multiply.
-
-    Raises
-    ------
-    CalibError
-        When the policy needs more than that, or a kind is missing.
-    """
-    _refuse(policy)
-    missing = [kind for kind in SERVER_KINDS if not isinstance(server.get(kind), (int, float))]
-    if missing:
-        raise CalibError(
-            f"calibration.json: the server's own temperature of {', '.join(missing)} is not known; it is in the answer "
-            "to GET /v1/decide/info (calib doctor shows it)"
-        )
-    return {kind: server[kind] * _of_kind(policy, kind) for kind in SERVER_KINDS}
-
-
-def _of_kind(policy: Policy, kind: str) -> float:
-    """The one temperature of System 1 that a kind has (see `refusals`)."""
-    table = policy.calibration.p1
-    own = [value for key, value in table.items() if key.partition(":")[0] == kind]
-    return own[0] if own else table.get(ANY, 1.0)
-
-
-def _refuse(policy: Policy) -> None:
-    reasons = refusals(policy)
-    if reasons:
-        raise CalibError(
-            "serve.env: serve_decide.py cannot express this policy: "
-            + "; ".join(reasons)
-            + ". Serve it by the gateway: calib export NAME --out DIR --held-by gateway, calib serve --policy "
-            "DIR/policy.json"
-        )
-
-
-def serve_env(policy: Policy, *, calibrated: bool = False) -> str:
-    """Environment of the reference server: what it can hold, shell-quoted, with what it cannot hold on top.
-
-    Parameters
-    ----------
-    policy : Policy
-    calibrated : bool, default False
-        Whether the server itself applies the policy's temperatures, from a ``calibration.json`` beside this file.
-
-    Raises
-    ------
-    CalibError
-        When the policy needs what the server cannot express (see `refusals`).
-    """
-    _refuse(policy)
-    lines = [
-        f"# WARNING: this file does not set the think budget ({policy.think_budget} tokens). No environment variable",
-        "# of the server does, and its default is unlimited: the tuned latency holds only when each request carries",
-        "# think_budget (decide-defaults.json) or passes the gateway (calib serve --policy policy.json).",
-    ]
-    if policy.routes:
-        lines.append(
-            f"# WARNING: {len(policy.routes)} routes of the policy are left out: only the gateway applies them."
-        )
-    values = {
-        "JEV_DECIDE_THRESHOLD": repr(float(policy.threshold)),
-        "JEV_DECIDE_MIX": repr(float(policy.mix)),
-        "JEV_DECIDE_THINKING": "off" if policy.threshold == 0 else "auto",
-    }
-    if calibrated:
-        lines.append("# calibration.json lies beside this file: write its path as the server sees it.")
-        values["JEV_DECIDE_CALIBRATION"] = CALIBRATION_FILE
-    elif policy.temperatures is not None:
-        lines.append("# The threshold means the confidence that the gateway calibrates: without it do not use this.")
-    if policy.arm in _MTP:
-        values["MTP"] = _MTP[policy.arm]
-    else:
-        lines.append(
-            f"# The arm {json.dumps(policy.arm)} is not one that serve.sh knows: start it as it was collected."
-        )
-    return "\n".join([*lines, *(f"{name}={shlex.quote(value)}" for name, value in values.items())]) + "\n"
-
-
-def decide_defaults(policy: Policy) -> dict[str, Any]:
-    """Request fields that a client adds to ``POST /v1/decide``; mix is not among them, no request field sets it."""
-    thinking = "off" if policy.threshold == 0 else "auto"
-    return {"thinking": thinking, "threshold": policy.threshold, "think_budget": policy.think_budget}
+        told = [asdict(change) | {"differs": change.differs} for change in self.changes]
+        return asdict(self) | {"done": self.done, "changes": told}
 
 
 def export(
     document: Mapping[str, Any],
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | ConfigFolder,
     *,
+    note: str | None = None,
     held_by: str | None = None,
-    server_temperatures: Mapping[str, float] | None = None,
+    origin: Provenance = _UNKNOWN,
+    route_keys: Collection[str] = (),
+    running: Running | None = None,
+    allow_simulated: bool = False,
+    allow_other_model: bool = False,
 ) -> Export:
     """Write the serve configs of a tuned policy.
 
-    ``policy.json`` always; ``serve.env`` and ``decide-defaults.json`` only when the reference server can express the
-    policy, and ``calibration.json`` when it is to apply its temperatures. A file of these names that an earlier export
-    left and this one does not write is taken away: it would contradict the policy.
+    ``policy.json`` and ``README.md`` always; ``serve.env`` and ``decide-defaults.json`` only when the reference server
+    can express the policy, ``calibration.json`` when it is to apply its temperatures, ``vllm.yaml`` unless the model is
+    known to be served by the reference server. A config file that an earlier export left and this one does not write is
+    taken away: it would contradict the policy.
 
     Parameters
     ----------
     document : mapping
         What ``calib optimize`` saved: the policy with its verdict, targets, intervals, marks and baselines.
-    folder : path
-        Made when missing. Files are replaced whole, or not at all.
+    folder : path or ConfigFolder
+        Made when missing. Files are replaced whole, or not at all, and what was there is kept in its history.
+    note : str, optional
+        Why, for the history; the name of the policy when left out.
     held_by : {"gateway", "client"}, optional
         Who holds the think budget. The gateway applies the policy's temperatures itself, on a server as it was.
-    server_temperatures : mapping of str to float, optional
-        Temperatures by kind under which System 1 was collected (see `calibration_json`).
+    origin : Provenance, optional
+        What is known of the model and its server.
+    route_keys : collection of str
+        What requests carry that a route may go by, beside their kind and the number of their options: ``dataset``.
+    running : Running, optional
+        The server that is to serve it.
+    allow_simulated : bool, default False
+        Whether the numbers of a simulated model may be written.
+    allow_other_model : bool, default False
+        Whether the policy may be of another model than the policy in the folder, or than the running server's.
 
     Raises
     ------
     CalibError
-        When the document holds no policy, or the folder cannot be written.
+        When the document holds no policy, or one that must not be served as it is, or the folder cannot be written.
     """
     if document.get("policy") is None:
         raise CalibError(
@@ -318,27 +130,27 @@ def export(
             "Relax a target (calib optimize shows the nearest), then export again"
         )
     policy = Policy.from_dict(document["policy"])
-    held = knobs(policy, held_by)
-    text = {"policy.json": _dump(policy_document(document, policy, held))}
-    by_server = policy.temperatures is not None and held_by != "gateway"
-    refused = list(refusals(policy))
-    if not refused:
-        try:
-            if by_server:
-                text[CALIBRATION_FILE] = _dump(calibration_json(policy, server_temperatures or {}))
-            text["serve.env"] = serve_env(policy, calibrated=by_server)
-            text["decide-defaults.json"] = _dump(decide_defaults(policy))
-        except CalibError as error:
-            refused.append(str(error))
-    out = Path(folder)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CalibError(f"--out {out}: {error.strerror or error}; name a folder that can be made") from None
-    write_atomically({out / name: content for name, content in text.items()})
-    for name in set(_FILES) - set(text):
-        (out / name).unlink(missing_ok=True)
-    warnings = _warnings(document, policy)
+    if SIMULATED in (document.get("marks") or ()) and not allow_simulated:
+        raise CalibError(
+            "the numbers of this policy come from a simulated model and say nothing about a real server; write it all "
+            "the same with --allow-simulated"
+        )
+    if reason := unroutable(policy, route_keys):
+        raise CalibError(reason)
+    configs = folder if isinstance(folder, ConfigFolder) else ConfigFolder(folder)
+    now = configs.current()
+    asked = None if origin.imported else running  # imported outcomes do not tell which server's they are
+    if not allow_other_model and (reason := other_model(document, now, asked)):
+        raise CalibError(f"{reason}. Tune on the outcomes of that model, or write it all the same: --allow-other-model")
+
+    held = knobs(policy, held_by, server=origin.server)
+    content = policy_document(document, policy, held, carried=route_keys, prompt=origin.prompt)
+    text, refused = _texts(content, policy, held_by, origin)
+    by_server = CALIBRATION_FILE in text
+    text["README.md"] = guide(content, policy, held, tuple(text), refused)
+    warnings = _warnings(document, policy, held_by)
+    if running is not None and origin.imported:
+        warnings += (f"the outcomes were imported: nobody can tell whether {running.url} serves their model",)
     if refused:
         reasons = "; ".join(refused)
         warnings += (f"no serve.env: {reasons}. Serve policy.json by the gateway (--held-by gateway, calib serve)",)
@@ -346,94 +158,106 @@ def export(
         warnings += (
             "calibration.json changes the server's own temperatures: answers collected before count as another model's",
         )
-    return Export(str(out), tuple(text), held, warnings, tuple(refused))
+    kept = configs.foreign()
+    warnings += tuple(f"{name} there is not calib's and stays; calib's was not written" for name in kept)
+    text = {name: one for name, one in text.items() if name not in kept}
+    unchanged = configs.files() == text
+    entry = None if unchanged else configs.write(text, f"calib export {document.get('name')}" if note is None else note)
+    return Export(
+        folder=str(configs.folder if isinstance(folder, ConfigFolder) else folder),
+        files=tuple(text),
+        knobs=held,
+        warnings=warnings,
+        refused=tuple(refused),
+        unchanged=unchanged,
+        entry=None if entry is None else entry.number,
+        changes=tuple(changes(now, document)),
+    )
 
 
-def _warnings(document: Mapping[str, Any], policy: Policy) -> tuple[str, ...]:
+def unroutable(policy: Policy, carried: Collection[str] = ()) -> str:
+    """Why some routes of a policy would never be taken; empty when all can be.
+
+    Parameters
+    ----------
+    policy : Policy
+    carried : collection of str
+        What requests carry beside their kind and the number of their options.
+    """
+    missing = uncarried(policy, carried)
+    if not missing:
+        return ""
+    lost = sum(key.partition("=")[0] in missing for key in policy.routes)
+    return (
+        f"{lost} of {len(policy.routes)} routes go by {', '.join(missing)}, and requests carry only "
+        f"{', '.join(sorted({'kind', 'n_options', *carried}))}: those questions would be answered under the default "
+        f"policy. If the clients send it with each request, say so: --route-keys {','.join(route_keys_of(policy))}; "
+        "else tune one policy for all: calib optimize --study policy"
+    )
+
+
+def other_model(document: Mapping[str, Any], now: Mapping[str, Any] | None, running: Running | None = None) -> str:
+    """Why a policy is of another model than what is there; empty when it is not, or when that is not known.
+
+    Parameters
+    ----------
+    document : mapping
+        Of the policy.
+    now : mapping or None
+        ``policy.json`` as it is.
+    running : Running, optional
+        The server that is to serve it.
+    """
+    ours = _fingerprint(document)
+    if ours is None:
+        return ""
+    tuned = f"the policy was tuned for {document.get('model')} ({ours[:8]})"
+    if running is not None and running.fingerprint != ours:
+        why = " under the same name: prompt, sampling, temperatures or the decision head differ"
+        same = why if running.model == document.get("model") else ""
+        return f"{tuned}, and {running.url} serves {running.model} ({running.fingerprint[:8]}){same}"
+    theirs = _fingerprint(now or {})
+    if theirs is not None and theirs != ours:
+        return f"{tuned}, and the policy in the folder is for {(now or {}).get('model')} ({theirs[:8]})"
+    return ""
+
+
+def _fingerprint(document: Mapping[str, Any]) -> str | None:
+    known = document.get("fingerprints")
+    found = known.get("model") if isinstance(known, Mapping) else None
+    return found if isinstance(found, str) and found else None
+
+
+def _texts(
+    content: Mapping[str, Any], policy: Policy, held_by: str | None, origin: Provenance
+) -> tuple[dict[str, str], list[str]]:
+    """Text of each file but the guide, and why there is no ``serve.env``."""
+    text = {"policy.json": dump_json(content)}
+    by_server = policy.temperatures is not None and held_by != "gateway"
+    refused = list(refusals(policy, origin.server))
+    if not refused:
+        try:
+            if by_server:
+                text[CALIBRATION_FILE] = dump_json(calibration_json(policy, origin.temperatures))
+            text["serve.env"] = serve_env(policy, calibrated=by_server)
+            text["decide-defaults.json"] = dump_json(decide_defaults(policy))
+        except CalibError as error:
+            refused.append(str(error))
+    if origin.server != "decide":
+        flags = vllm_yaml(policy.arm, origin.start, root=origin.root, served=origin.served)
+        text["vllm.yaml"] = f"# {SIGNATURE}\n{flags}"
+    return text, refused
+
+
+def _warnings(document: Mapping[str, Any], policy: Policy, held_by: str | None) -> tuple[str, ...]:
     found = []
+    marks = document.get("marks") or ()
     if document.get("verdict") != "certified":
         found.append(f"the verdict of this policy is {document.get('verdict')!r}, not certified")
-    if "estimated" in document.get("marks", ()):
+    if ESTIMATED in marks:
         found.append("its latency is estimated, not measured")
-    if "simulated" in document.get("marks", ()):
+    if SIMULATED in marks:
         found.append("its numbers come from a simulated model: they say nothing about a real server")
-    if policy.routes:
+    if policy.routes and held_by != "gateway":
         found.append("serve.env and decide-defaults.json hold the default policy only: routes need the gateway")
     return tuple(found)
-
-
-def policy_document(document: Mapping[str, Any], policy: Policy, held: Sequence[Knob]) -> dict[str, Any]:
-    """The content of ``policy.json``."""
-    evidence = ("verdict", "targets", "marks", "tune", "test", "baselines", "fingerprints", "study", "warnings")
-    return {
-        "schema": POLICY_SCHEMA,
-        "calib": __version__,
-        "name": document.get("name"),
-        "model": document.get("model"),
-        "policy": policy.to_dict(),
-        "confidence_definition": CONFIDENCE_DEFINITIONS[policy.confidence]
-        + (_CALIBRATED if policy.calibration.changes("p1") else ""),
-        "knobs": [asdict(knob) for knob in held],
-        **{key: document.get(key) for key in evidence},
-    }
-
-
-def load_policy_file(path: str | os.PathLike[str]) -> Policy:
-    """Policy of a ``policy.json``.
-
-    Raises
-    ------
-    CalibError
-        Naming the file, when it is missing, no JSON, of a newer form, or holds no valid policy.
-    """
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CalibError(f"{path}: {error.strerror}; write one with: calib export best --out serve/") from None
-    except ValueError as error:
-        raise CalibError(f"{path}: not JSON ({error}); write one with: calib export best --out serve/") from None
-    if not isinstance(document, dict) or not isinstance(document.get("policy"), dict):
-        raise CalibError(f"{path}: no field 'policy'; expected what calib export writes as policy.json")
-    schema = document.get("schema")
-    if schema != POLICY_SCHEMA:
-        raise CalibError(
-            f"{path}: schema {schema!r}, this calib {__version__} reads {POLICY_SCHEMA}; "
-            "export again, or install the calib that wrote it"
-        )
-    try:
-        return Policy.from_dict(document["policy"])
-    except CalibError as error:
-        raise CalibError(f"{path}: {error}") from None
-
-
-def _dump(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
-
-
-def write_atomically(files: Mapping[Path, str]) -> None:
-    """Write texts beside their places first, then rename all: a full disk or a crash leaves no half file.
-
-    Raises
-    ------
-    CalibError
-        Naming the file that cannot be written; the old files stay.
-    """
-    staged: list[tuple[str, Path]] = []
-    path = next(iter(files), Path())
-    try:
-        for path, content in files.items():
-            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            staged.append((name, path))
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(name, 0o644)  # noqa: PTH101 - mkstemp makes it private; a server of another user reads it
-        for name, path in staged:
-            os.replace(name, path)  # noqa: PTH105 - the pair of names is what is at hand
-    except OSError as error:
-        raise CalibError(f"{path}: cannot be written ({error.strerror or error})", exit_code=1) from None
-    finally:
-        for name, _ in staged:
-            with contextlib.suppress(OSError):
-                os.unlink(name)  # noqa: PTH108

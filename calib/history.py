@@ -1,8 +1,8 @@
-"""The config folder of a server: what is there, what a policy would change, writing with a reason, and the way back.
+"""The config folder of a server: what is there, replacing it with a reason, and the way back.
 
 Each write and each roll back leaves an entry ``history/NNNNNN.json`` beside the configs: when, why, and the whole text
 of every file. Files that somebody else put there are entered before they are replaced, so that nothing is lost. All
-writes stay below the folder that was given. Leaves to `calib.export` what the files say.
+writes stay below the folder that was given, and no link in it is followed. Leaves to `calib.export` what the files say.
 """
 
 from __future__ import annotations
@@ -17,38 +17,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from calib.atomic import write_atomically
 from calib.errors import CalibError
-from calib.export import Export, export, write_atomically
 from calib.policy import Policy
 
-__all__ = ["FILES", "Action", "Change", "ConfigFolder", "Entry", "changes"]
+__all__ = ["FILES", "SIGNATURE", "Action", "ConfigFolder", "Entry"]
 
-FILES = ("policy.json", "serve.env", "decide-defaults.json")
+FILES = ("policy.json", "serve.env", "decide-defaults.json", "calibration.json", "vllm.yaml", "README.md")
 """What a config folder holds; an entry may restore nothing else."""
+
+SIGNATURE = "written by calib export"
+"""In the first line of those files whose names others use too: without it they are somebody's own, and stay."""
 
 SCHEMA = 1
 """Version of the form of an entry."""
 
 Action = Literal["found", "write", "roll back"]
 
+_SIGNED = ("vllm.yaml", "README.md")
 _FOLDER = "history"
 _ENTRY = re.compile(r"\d{6}\.json")
-_ALWAYS_SHOWN = ("threshold", "mix", "think_budget", "arm")
-_KNOBS = ("threshold", "mix", "think_budget", "arm", "confidence", "routes", "temperatures", "pool")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One line of a diff; None where a side has no policy."""
-
-    what: str
-    now: str | None
-    chosen: str | None
-
-    @property
-    def differs(self) -> bool:
-        """Whether writing would change it."""
-        return self.now != self.chosen
 
 
 @dataclass(frozen=True)
@@ -85,6 +73,19 @@ class Entry:
         """The policy of this state."""
         return _policy(self.document)
 
+    def to_dict(self, now: Mapping[str, str]) -> dict[str, Any]:
+        """Plain values for JSON, without the texts; ``now`` is what the folder holds."""
+        policy = self.policy
+        return {
+            "number": self.number,
+            "at": self.at,
+            "action": self.action,
+            "note": self.note,
+            "files": list(self.files),
+            "policy": None if policy is None else policy.to_dict(),
+            "now": dict(self.files) == dict(now),
+        }
+
 
 class ConfigFolder:
     """A folder of serve configs below a root that is never left.
@@ -120,6 +121,14 @@ class ConfigFolder:
 
     def files(self) -> dict[str, str]:
         """Text of each config file that is there."""
+        return {name: text for name, text in self._texts().items() if _is_ours(name, text)}
+
+    def foreign(self) -> tuple[str, ...]:
+        """Files that have the name of a config file and are somebody's own: they are never replaced."""
+        links = [name for name in _SIGNED if (self.folder / name).is_symlink()]
+        return (*links, *(name for name, text in self._texts().items() if not _is_ours(name, text)))
+
+    def _texts(self) -> dict[str, str]:
         found = {}
         for name in FILES:
             path = self.folder / name
@@ -151,23 +160,41 @@ class ConfigFolder:
         there = ", ".join(str(entry.number) for entry in reversed(entries)) or "none"
         raise CalibError(f"{self.folder}: no entry {number} in the history; there are: {there}")
 
-    def write(self, document: Mapping[str, Any], note: str, *, held_by: str | None = None) -> Export:
-        """Write a policy with its evidence, and enter when and why.
+    def write(self, files: Mapping[str, str], note: str) -> Entry:
+        """Replace all config files, and enter when and why.
+
+        A config file that is not among them is taken away: it would contradict those that are.
 
         Parameters
         ----------
-        document : mapping
-            As `calib.export.export` reads it.
+        files : mapping of str to str
+            Text by name, names of `FILES`.
         note : str
             Why; not empty.
-        held_by : {"gateway", "client"}, optional
-            Who holds the think budget.
+
+        Raises
+        ------
+        CalibError
+            Without a note, or when the folder cannot be written; the old files stay.
         """
         note = _reason(note)
         self._enter_strangers()
-        written = export(document, self._made(), held_by=held_by)
-        self._enter("write", note)
-        return written
+        self._replace(files)
+        return self._enter("write", note)
+
+    def before(self) -> Entry:
+        """The newest state that is not what is there now.
+
+        Raises
+        ------
+        CalibError
+            There is none.
+        """
+        now = self.files()
+        for entry in self.entries():
+            if entry.files and dict(entry.files) != now:
+                return entry
+        raise CalibError(f"{self.folder}: the history holds no other state than the one that is there")
 
     def roll_back(self, number: int, note: str) -> Entry:
         """Restore a state of the history, as a new entry; files that it did not have are taken away."""
@@ -176,18 +203,37 @@ class ConfigFolder:
         if not wanted.files:
             raise CalibError(f"{self.folder}: entry {number} holds no files; nothing to go back to")
         self._enter_strangers()
-        folder = self._made()
-        write_atomically({folder / name: text for name, text in wanted.files.items()})
-        for name in set(FILES) - wanted.files.keys():
-            (folder / name).unlink(missing_ok=True)
+        self._replace(wanted.files)
         return self._enter("roll back", f"to {number}: {note}")
+
+    def _replace(self, files: Mapping[str, str]) -> None:
+        folder, kept = self._made(), self.foreign()
+        for name in FILES:
+            if (folder / name).is_dir() and not (folder / name).is_symlink():
+                raise CalibError(f"{folder / name} is a folder, where a file has to be; move it away, then try again")
+        self._ready()
+        write_atomically({folder / name: text for name, text in files.items() if name not in kept})
+        for name in set(FILES) - files.keys() - set(kept):
+            (folder / name).unlink(missing_ok=True)
 
     def _made(self) -> Path:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CalibError(f"{self.folder}: cannot be made ({error.strerror or error})", exit_code=1) from None
+            raise CalibError(
+                f"{self.folder}: cannot be made ({error.strerror or error}); name a folder that can be made"
+            ) from None
         return self._inside(self.folder, self.folder.name)  # again: a link may have come into being meanwhile
+
+    def _ready(self) -> Path:
+        """The folder of the history, made when missing: without one nothing is replaced."""
+        self._made()
+        folder = self._history
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CalibError(f"{folder}: cannot be made ({error.strerror or error}); move it away") from None
+        return folder
 
     def _enter_strangers(self) -> None:
         """Enter what somebody else left in the folder, or a write that was cut off before it was entered."""
@@ -196,12 +242,10 @@ class ConfigFolder:
             self._enter("found", "was there, not written from here")
 
     def _enter(self, action: Action, note: str) -> Entry:
-        self._made()
-        folder = self._history
+        folder = self._ready()
         entries = self.entries()
         number = entries[0].number + 1 if entries else 1
         try:
-            folder.mkdir(exist_ok=True)
             while True:
                 entry = Entry(number, datetime.now(UTC).isoformat(timespec="seconds"), action, note, self.files())
                 if _created(folder / f"{number:06d}.json", entry):
@@ -211,39 +255,8 @@ class ConfigFolder:
             raise CalibError(f"{folder}: cannot be written ({error.strerror or error})", exit_code=1) from None
 
 
-def changes(now: Mapping[str, Any] | None, chosen: Mapping[str, Any]) -> list[Change]:
-    """What writing a document would change in each knob, and in what is known about it.
-
-    Parameters
-    ----------
-    now : mapping or None
-        ``policy.json`` as it is.
-    chosen : mapping
-        Document of a tuned or appraised policy.
-    """
-    before = (now or {}).get("policy") or {}
-    after = chosen.get("policy") or {}
-    usual = Policy().to_dict()
-    rows = [
-        Change(knob, _shown(before.get(knob)), _shown(after.get(knob)))
-        for knob in _KNOBS
-        if knob in _ALWAYS_SHOWN or before.get(knob, usual[knob]) != after.get(knob, usual[knob])
-    ]
-    rows.append(Change("verdict", _shown((now or {}).get("verdict")), _shown(chosen.get("verdict"))))
-    rows.append(Change("limits", _limits(now), _limits(chosen)))
-    return rows
-
-
-def _limits(document: Mapping[str, Any] | None) -> str | None:
-    if document is None:
-        return None
-    return ", ".join(str(target.get("target")) for target in document.get("targets") or ()) or "none"
-
-
-def _shown(value: Any) -> str | None:
-    if value is None or value == {}:
-        return None
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _is_ours(name: str, text: str) -> bool:
+    return name not in _SIGNED or SIGNATURE in text.partition("\n")[0]
 
 
 def _reason(note: str) -> str:
@@ -255,7 +268,7 @@ def _reason(note: str) -> str:
 def _document(text: str | None) -> dict[str, Any] | None:
     try:
         found = json.loads(text) if text is not None else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -273,7 +286,7 @@ def _entry(path: Path) -> Entry | None:
     """An entry of the history; None when the file is none. Only the known files count, whatever it names."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8")) if not path.is_symlink() else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if (
         not isinstance(raw, dict)
@@ -284,7 +297,8 @@ def _entry(path: Path) -> Entry | None:
     files = raw.get("files")
     if not isinstance(files, dict):
         return None
-    kept = {name: files[name] for name in FILES if isinstance(files.get(name), str)}
+    texts = {name: files[name] for name in FILES if isinstance(files.get(name), str)}
+    kept = {name: text for name, text in texts.items() if _is_ours(name, text)}
     return Entry(int(path.stem), str(raw.get("at")), raw["action"], str(raw.get("note")), kept)
 
 
@@ -301,6 +315,7 @@ def _created(path: Path, entry: Entry) -> bool:
             stream.write(text + "\n")
             stream.flush()
             os.fsync(stream.fileno())
+        os.chmod(name, 0o644)  # noqa: PTH101 - mkstemp makes it private; whoever reads the configs reads why
         try:
             os.link(name, path)  # unlike a rename it refuses to replace
         except FileExistsError:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from calib import export as export_module
+from calib import atomic
 from calib.errors import CalibError
-from calib.export import export, load_policy_file
-from calib.history import FILES, ConfigFolder, changes
+from calib.export import export
+from calib.history import FILES, ConfigFolder
 from calib.policy import Policy
+from calib.policyfile import load_policy_file
+
+CONFIGS = {*FILES} - {"calibration.json"}
+"""What an export writes for a plain policy."""
 
 ONE = Policy(0.7, 0.4, 2048, "mtp")
 TWO = Policy(0.9, 0.6, 8192, "base")
@@ -41,8 +45,8 @@ def below(root: Path) -> dict[str, str]:
 def test_what_is_written_is_on_disk_and_in_the_history(folder):
     assert folder.current() is None
     assert folder.entries() == []
-    done = folder.write(document(ONE), "agreed on Monday", held_by="gateway")
-    assert sorted(done.files) == sorted(FILES)
+    done = export(document(ONE), folder, note="agreed on Monday", held_by="gateway")
+    assert set(done.files) == CONFIGS
     assert load_policy_file(folder.folder / "policy.json") == ONE
     (entry,) = folder.entries()
     assert (entry.number, entry.action, entry.note, entry.policy) == (1, "write", "agreed on Monday", ONE)
@@ -51,9 +55,9 @@ def test_what_is_written_is_on_disk_and_in_the_history(folder):
 
 
 def test_roll_back_restores_every_byte_and_is_an_entry_itself(folder):
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
     before = folder.files()
-    folder.write(document(TWO), "second")
+    export(document(TWO), folder, note="second")
     assert folder.files() != before
     entry = folder.roll_back(1, "too slow")
     assert folder.files() == before
@@ -64,9 +68,10 @@ def test_roll_back_restores_every_byte_and_is_an_entry_itself(folder):
 
 
 def test_what_somebody_else_left_is_entered_before_it_is_replaced(folder):
-    export(document(ONE), folder.folder)
+    folder.folder.mkdir()
+    (folder.folder / "policy.json").write_text(json.dumps({"schema": 1, "policy": ONE.to_dict()}))
     theirs = folder.files()
-    folder.write(document(TWO), "mine")
+    export(document(TWO), folder, note="mine")
     assert [(e.number, e.action) for e in folder.entries()] == [(2, "write"), (1, "found")]
     (folder.folder / "policy.json").write_text("edited by hand, no JSON")
     assert folder.current() is None
@@ -81,7 +86,7 @@ def test_what_somebody_else_left_is_entered_before_it_is_replaced(folder):
 def test_a_file_that_a_state_did_not_have_is_taken_away(folder):
     folder.folder.mkdir(parents=True)
     (folder.folder / "serve.env").write_text("X=1\n")
-    folder.write(document(ONE), "all three")
+    export(document(ONE), folder, note="all three")
     folder.roll_back(1, "only one")
     assert folder.files() == {"serve.env": "X=1\n"}
 
@@ -89,7 +94,7 @@ def test_a_file_that_a_state_did_not_have_is_taken_away(folder):
 @pytest.mark.parametrize("note", ["", "   ", "\n"])
 def test_a_write_without_a_reason_is_refused_and_writes_nothing(folder, note):
     with pytest.raises(CalibError, match="say why"):
-        folder.write(document(ONE), note)
+        export(document(ONE), folder, note=note)
     assert not folder.folder.exists()
 
 
@@ -112,7 +117,7 @@ def test_no_link_leads_out_of_the_root(tmp_path):
     inside.folder.mkdir()
     (inside.folder / "history").symlink_to(outside)
     with pytest.raises(CalibError, match="is not below"):
-        inside.write(document(ONE), "why")
+        export(document(ONE), inside, note="why")
     assert list(outside.iterdir()) == []
 
 
@@ -123,7 +128,7 @@ def test_a_folder_that_becomes_a_link_before_the_write_is_refused(tmp_path):
     folder = ConfigFolder(root, "a")
     (root / "a").symlink_to(outside)
     with pytest.raises(CalibError, match="is not below"):
-        folder.write(document(ONE), "why")
+        export(document(ONE), folder, note="why")
     assert list(outside.iterdir()) == []
 
 
@@ -134,97 +139,154 @@ def test_a_link_in_place_of_a_config_is_replaced_and_not_followed(tmp_path):
     folder.folder.mkdir()
     (folder.folder / "policy.json").symlink_to(secret)
     assert folder.files() == {}
-    folder.write(document(ONE), "why")
+    export(document(ONE), folder, note="why")
     assert secret.read_text() == "keep me"
     assert not (folder.folder / "policy.json").is_symlink()
 
 
 def test_a_tampered_entry_restores_known_files_only(tmp_path):
     folder = ConfigFolder(tmp_path / "serve")
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
     path = folder.folder / "history" / "000001.json"
     raw = json.loads(path.read_text())
     raw["files"] |= {"../escaped": "x", "/tmp/escaped": "x", "history/000009.json": "x"}
     path.write_text(json.dumps(raw))
-    folder.write(document(TWO), "second")
+    export(document(TWO), folder, note="second")
     folder.roll_back(1, "back")
     assert load_policy_file(folder.folder / "policy.json") == ONE
     assert not (tmp_path / "escaped").exists()
-    assert {p.name for p in folder.folder.iterdir()} == {*FILES, "history"}
+    assert {p.name for p in folder.folder.iterdir()} == {*CONFIGS, "history"}
 
 
 def test_files_that_are_no_entries_are_passed_over(folder):
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
     history = folder.folder / "history"
     (history / "000002.json").write_text("{}")
     (history / "000003.json").write_text("no JSON")
     (history / "notes.txt").write_text("mine")
     assert [entry.number for entry in folder.entries()] == [1]
-    folder.write(document(TWO), "second")  # does not overwrite what it cannot read
+    export(document(TWO), folder, note="second")  # does not overwrite what it cannot read
     assert (history / "000002.json").read_text() == "{}"
     assert folder.entries()[0].number == 4
 
 
 def test_roll_back_names_what_there_is(folder):
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
     with pytest.raises(CalibError, match=r"no entry 7 .* there are: 1"):
         folder.roll_back(7, "why")
 
 
 def test_a_disk_that_fails_leaves_the_old_files(folder, monkeypatch):
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
     before = below(folder.root)
 
     def fails(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module.os, "fsync", fails)
+    monkeypatch.setattr(atomic.os, "fsync", fails)
     with pytest.raises(CalibError, match="No space left"):
-        folder.write(document(TWO), "second")
+        export(document(TWO), folder, note="second")
     monkeypatch.undo()
     assert below(folder.root) == before
 
 
 def test_a_crash_between_configs_and_entry_is_seen_by_the_next_write(folder, monkeypatch):
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
 
     def crash(*_args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ConfigFolder, "_enter", crash)
     with pytest.raises(KeyboardInterrupt):
-        folder.write(document(TWO), "second")
+        export(document(TWO), folder, note="second")
     monkeypatch.undo()
     lost = folder.files()
-    folder.write(document(ONE), "third")
+    export(document(ONE), folder, note="third")
     assert [e.action for e in folder.entries()] == ["write", "found", "write"]
     assert dict(folder.entry(2).files) == lost
 
 
 def test_two_writers_get_different_numbers(folder, monkeypatch):
-    folder.write(document(ONE), "first")
+    export(document(ONE), folder, note="first")
     stale = folder.entries()
     monkeypatch.setattr(ConfigFolder, "entries", lambda self: stale)  # as another writer saw it before
-    folder.write(document(TWO), "second")
-    folder.write(document(TWO), "third")
+    export(document(TWO), folder, note="second")
+    export(document(ONE), folder, note="third")
     monkeypatch.undo()
     assert len({entry.number for entry in folder.entries()}) == len(list((folder.folder / "history").iterdir())) >= 3
 
 
-def test_changes_name_each_knob_the_verdict_and_the_limits():
-    rows = {row.what: row for row in changes(None, document(ONE))}
-    assert list(rows) == ["threshold", "mix", "think_budget", "arm", "verdict", "limits"]
-    assert (rows["threshold"].now, rows["threshold"].chosen, rows["threshold"].differs) == (None, "0.7", True)
-    same = changes(document(ONE), document(ONE))
-    assert not any(row.differs for row in same)
-    routed = document(ONE) | {"policy": ONE.to_dict() | {"routes": {"dataset=a": {"threshold": 0.5}}}}
-    assert {row.what for row in changes(document(ONE), routed) if row.differs} == {"routes"}
-    other = {row.what for row in changes(document(ONE, "met"), document(TWO)) if row.differs}
-    assert other == {"threshold", "mix", "think_budget", "arm", "verdict"}
+def test_an_entry_of_an_earlier_calib_is_read_and_restored(folder):
+    export(document(ONE), folder)
+    path = folder.folder / "history" / "000001.json"
+    raw = json.loads(path.read_text())
+    raw["files"] = {name: raw["files"][name] for name in ("policy.json", "serve.env", "decide-defaults.json")}
+    path.write_text(json.dumps(raw))
+    export(document(TWO), folder, note="now with more files")
+    folder.roll_back(1, "back")
+    assert set(folder.files()) == {"policy.json", "serve.env", "decide-defaults.json"}
+    assert load_policy_file(folder.folder / "policy.json") == ONE
+
+
+def test_the_state_before_is_the_newest_that_differs(folder):
+    with pytest.raises(CalibError, match="no other state"):
+        folder.before()
+    export(document(ONE), folder)
+    export(document(TWO), folder)
+    assert folder.before().number == 1
+    folder.roll_back(1, "back")
+    assert folder.before().number == 2  # and forth
+    (folder.folder / "serve.env").write_text("MTP=1\n")
+    assert folder.before().number == 3  # what a hand changed
+
+
+def test_an_entry_cannot_bring_an_unsigned_readme(folder):
+    export(document(ONE), folder)
+    path = folder.folder / "history" / "000001.json"
+    raw = json.loads(path.read_text())
+    raw["files"]["README.md"] = "# somebody's own\n"
+    path.write_text(json.dumps(raw))
+    assert "README.md" not in folder.entry(1).files
+
+
+def test_links_to_a_readme_stay_and_are_not_followed(tmp_path):
+    mine = tmp_path / "mine.md"
+    mine.write_text("# mine\n")
+    folder = ConfigFolder(tmp_path / "serve")
+    folder.folder.mkdir()
+    (folder.folder / "README.md").symlink_to(mine)
+    assert "README.md" not in export(document(ONE), folder).files
+    assert (folder.folder / "README.md").is_symlink()
+    assert mine.read_text() == "# mine\n"
+
+
+def test_a_folder_in_the_place_of_a_config_changes_nothing(folder):
+    (folder.folder / "serve.env").mkdir(parents=True)
+    with pytest.raises(CalibError, match=r"serve\.env is a folder"):
+        export(document(ONE), folder)
+    assert [p.name for p in folder.folder.iterdir()] == ["serve.env"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(CalibError, match="cannot be made"):
-        ConfigFolder(tmp_path / "locked" / "serve").write(document(ONE), "why")
+        export(document(ONE), tmp_path / "locked" / "serve")
+
+
+def test_what_cannot_be_entered_is_not_written(folder):
+    export(document(ONE), folder, note="first")
+    before = below(folder.folder)
+    (folder.folder / "history").rename(folder.folder / "elsewhere")
+    (folder.folder / "history").write_text("a file")
+    with pytest.raises(CalibError, match=r"history: cannot be made"):
+        export(document(TWO), folder, note="second")
+    (folder.folder / "history").unlink()
+    (folder.folder / "elsewhere").rename(folder.folder / "history")
+    assert below(folder.folder) == before
+
+
+def test_an_entry_can_be_read_by_whoever_reads_the_configs(folder):
+    export(document(ONE), folder, note="first")
+    modes = {path.stat().st_mode & 0o777 for path in folder.folder.rglob("*") if path.is_file()}
+    assert modes == {0o644}

@@ -7,10 +7,14 @@ from typing import Any
 import streamlit as st
 
 from calib.appraise import allowance, appraise
+from calib.diff import Difference, difference
 from calib.errors import CalibError
-from calib.export import knobs
-from calib.history import ConfigFolder, Entry, changes
+from calib.export import export, other_model
+from calib.history import ConfigFolder, Entry
+from calib.knobs import knobs, uncarried
 from calib.outcomes import ESTIMATED, SIMULATED
+from calib.provenance import Provenance
+from calib.saved import provenance
 from calib.show import percent
 from calib.store import Store
 from calib.tuning import Demand, split_identity
@@ -46,12 +50,13 @@ def page() -> None:
     if folder is None:
         return
     try:
+        document, origin = _complete(now, document)
         _diff(folder, document)
         if now.settings.read_only:
             st.info("This page was started with --read-only: nothing can be written.")
         else:
             st.subheader("3. Write it", anchor=False)
-            _write(now, folder, document)
+            _write(now, folder, document, origin)
         _history(now, folder)
     except CalibError as error:
         st.error(shell.plain(str(error)))
@@ -115,7 +120,7 @@ def _certify(now: shell.Bench, document: dict[str, Any]) -> None:
     if not now.targets:
         st.caption("Without a limit there is nothing to certify; write one at the left, for instance p90<10s.")
         return
-    with Store.open(now.settings.store, must_exist=True) as store:
+    with Store.open(now.settings.store, read_only=True) as store:
         left = allowance(store.looks(split_identity(now.space.outcomes)), LEVEL)
     st.caption(
         f"The {now.space.test.n:,} held-out questions were looked at {left.looks} times. Each look spends of the "
@@ -169,24 +174,43 @@ def _folder(now: shell.Bench) -> ConfigFolder | None:
         return None
 
 
+def _complete(now: shell.Bench, document: dict[str, Any]) -> tuple[dict[str, Any], Provenance]:
+    """The document with the content of the store that it rests on, and what the store knows of its model."""
+    known = {"store": now.found.content} | document["fingerprints"]
+    with Store.open(now.settings.store, read_only=True) as store:
+        return document | {"fingerprints": known}, provenance(store, document)
+
+
 def _diff(folder: ConfigFolder, document: dict[str, Any]) -> None:
     current = folder.current()
     if current is None:
         st.caption(shell.plain(f"{folder.folder} holds no policy yet."))
-    rows = changes(current, document)
+    found = difference(current or {}, document)
     st.dataframe(
         [
             {"": "→" if row.differs else "", "what": row.what, "now": row.now or "-", "chosen": row.chosen or "-"}
-            for row in rows
+            for row in found.changes
         ],
         hide_index=True,
         column_config={"": st.column_config.TextColumn(width=24)},
     )
-    if current is not None and not any(row.differs for row in rows):
+    if current is not None:
+        _meaning(found)
+
+
+def _meaning(found: Difference) -> None:
+    """What the difference to the policy that is there means, in sentences."""
+    if not any(row.differs for row in found.changes):
         st.caption("Nothing would change.")
+        return
+    st.markdown("\n".join(f"- {shell.plain(text)}" for text in found.meaning))
+    for text in found.notes:
+        st.caption(shell.plain(text))
 
 
-def _doubts(document: dict[str, Any], holder: str, now: shell.Bench) -> dict[str, str]:
+def _doubts(
+    document: dict[str, Any], origin: Provenance, holder: str, now: shell.Bench, folder: ConfigFolder
+) -> dict[str, str]:
     """What must be ticked before writing, by a key."""
     found = {}
     marks = document.get("marks") or ()
@@ -196,18 +220,17 @@ def _doubts(document: dict[str, Any], holder: str, now: shell.Bench) -> dict[str
         found["estimated"] = "Its latency is estimated, not measured."
     if SIMULATED in marks:
         found["simulated"] = "Its numbers come from a simulated model and say nothing about a real server."
-    held = knobs(now.policy, holder or None)
-    for knob in held:
+    if reason := other_model(document, folder.current()):
+        found["other-model"] = f"It is for another model: {reason}."
+    for knob in knobs(now.policy, holder or None, server=origin.server):
         if knob.holder == "nobody":
             found[f"unheld-{knob.knob}"] = f"Nobody holds the {knob.knob.replace('_', ' ')}: {knob.how}."
-    if now.policy.routes and holder != "gateway":
-        found["routes"] = (
-            "Its routes need the gateway; serve.env and decide-defaults.json hold the default policy only."
-        )
+    for key in uncarried(now.policy, ()):
+        found[f"route-{key}"] = f"Each client sends the field {key} with its requests; else its routes are never taken."
     return found
 
 
-def _write(now: shell.Bench, folder: ConfigFolder, document: dict[str, Any]) -> None:
+def _write(now: shell.Bench, folder: ConfigFolder, document: dict[str, Any], origin: Provenance) -> None:
     holder = st.radio(
         "Who adds the think budget to each request?",
         list(HOLDERS),
@@ -216,7 +239,7 @@ def _write(now: shell.Bench, folder: ConfigFolder, document: dict[str, Any]) -> 
         key="w_holder",
         help="No variable of the reference server sets it; without a holder thinking is not limited.",
     )
-    doubts = _doubts(document, holder, now)
+    doubts = _doubts(document, origin, holder, now, folder)
     ticks = [st.checkbox(shell.plain(text), key=f"tick-{name}") for name, text in doubts.items()]
     note = st.text_input(
         "Why?", key="w_note", placeholder="kept for the history, for instance: p90 agreed in the meeting"
@@ -227,7 +250,7 @@ def _write(now: shell.Bench, folder: ConfigFolder, document: dict[str, Any]) -> 
         type="primary",
         disabled=not ready,
         on_click=_written,
-        args=(folder, document, note, holder or None, tuple(doubts)),
+        args=(folder, document, origin, note, holder or None, tuple(doubts)),
         key="write",
     )
     if not ready:
@@ -235,16 +258,34 @@ def _write(now: shell.Bench, folder: ConfigFolder, document: dict[str, Any]) -> 
 
 
 def _written(
-    folder: ConfigFolder, document: dict[str, Any], note: str, holder: str | None, doubts: tuple[str, ...]
+    folder: ConfigFolder,
+    document: dict[str, Any],
+    origin: Provenance,
+    note: str,
+    holder: str | None,
+    ticked: tuple[str, ...],
 ) -> None:
+    """Write what was ticked: each tick allows what `calib export` allows by an option."""
     try:
-        done = folder.write(document, note, held_by=holder)
+        done = export(
+            document,
+            folder,
+            note=note,
+            held_by=holder,
+            origin=origin,
+            route_keys=[name.removeprefix("route-") for name in ticked if name.startswith("route-")],
+            allow_simulated="simulated" in ticked,
+            allow_other_model="other-model" in ticked,
+        )
     except CalibError as error:
         st.session_state["notices"] = (str(error),)
         return
-    st.session_state["written"] = f"Wrote {', '.join(done.files)} to {done.folder}."
+    if done.unchanged:
+        st.session_state["written"] = f"{done.folder} says this already; nothing was written."
+    else:
+        st.session_state["written"] = f"Wrote {', '.join(done.files)} to {done.folder}."
     st.session_state["w_note"] = ""
-    for name in doubts:
+    for name in ticked:
         st.session_state[f"tick-{name}"] = False
 
 
