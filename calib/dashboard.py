@@ -175,14 +175,15 @@ def _load_ahead(settings: Settings) -> None:
     for module in (
         "calib.figures",
         "calib.appraise",
-        "calib.history",
+        "calib.export",
+        "calib.saved",
         "calib.trials",
         "pandas",
         "plotly.graph_objects",
     ):
         importlib.import_module(module)
     try:
-        found = workspace.snapshot(settings.store)
+        found = workspace.snapshot(settings.store, read_only=settings.read_only)
         if len(found.models) == 1:
             outcomes = workspace.load(found)
             space = workspace.select(found, workspace.start_view(found, outcomes))

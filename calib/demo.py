@@ -1,12 +1,11 @@
 """The whole loop on the embedded simulated server, through the same commands that a user types.
 
-Nothing here is a second implementation: each step is a ``calib`` command in its own process, and the last one is a
-plain HTTP client that knows nothing of calib.
+Nothing here is a second implementation: each step is a ``calib`` command in its own process, and the last one asks as
+any HTTP client would.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -15,38 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import click
-import numpy as np
 
 from calib import show
 from calib.errors import CalibError
-from calib.metrics import percentiles
-from calib.questions import Question, read_questions, split_key, split_position
 from calib.target import parse_targets
 
-__all__ = ["Measured", "ask_plainly", "run"]
+__all__ = ["run"]
 
 PROFILE = "gev-validation"
 BUDGETS = "512,1024,2048,4096,8192"
-TEST_SHARE = 0.3
 START_SECONDS = 30
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a plain client got from the gateway: seconds as the simulated server reports them."""
-
-    n: int
-    accuracy: float
-    think_rate: float
-    p50: float
-    p90: float
-    p99: float
 
 
 def run(folder: str, target: str, *, as_json: bool = False) -> None:
@@ -82,7 +63,7 @@ def run(folder: str, target: str, *, as_json: bool = False) -> None:
             url = servers.enter_context(server(say, "--profile", PROFILE, "--arm", arm))
             arms += ["--arm", f"{arm}={url}"]
         say("both systems' answers to every question, over HTTP")
-        say.calib("collect", str(questions), *arms, "--budgets", BUDGETS, "--store", str(store))
+        say.calib("collect", str(questions), *arms, "--budgets", BUDGETS, "--all", "--store", str(store))
 
     say(f"the best policy inside {target}, and how far to trust it")
     tuned = say.calib_json("optimize", "--target", target, "--trials", "50", "--store", str(store))
@@ -92,18 +73,21 @@ def run(folder: str, target: str, *, as_json: bool = False) -> None:
         raise CalibError(f"no policy meets {target}; {_nearest(tuned)}", exit_code=3)
     each = {arm: _tuned_arm(say, target, arm, store) for arm in ("base", "mtp")}
     say("serve configs")
-    say.calib("export", "best", "--out", str(serve), "--held-by", "gateway", "--store", str(store))
+    held = ("--held-by", "gateway", "--allow-simulated")
+    say.calib("export", "best", "--out", str(serve), *held, "--store", str(store))
     say("the gateway obeys the policy; a plain client sends only thinking: auto, on the test questions")
     with server(say, "--profile", PROFILE, "--policy", str(serve / "policy.json")) as url:
-        held_out = [q for q in read_questions(questions) if split_position(split_key(q)) < TEST_SHARE]
-        measured = asyncio.run(ask_plainly(url, held_out))
+        verified = say.calib_json(
+            "verify", str(serve / "policy.json"), "--arm", f"{tuned['policy']['arm']}={url}", "--store", str(store)
+        )
     seconds = time.monotonic() - started
     rows = _rows(tuned, each)
     if as_json:
-        document = {"rows": rows, "measured": vars(measured), "optimize": tuned, "seconds": seconds}
+        measured = {"n": verified["n"], **_measured(verified)}
+        document = {"rows": rows, "measured": measured, "verify": verified, "optimize": tuned, "seconds": seconds}
         show.echo_json(document)
         return
-    _print(target, tuned, rows, measured, seconds, store, serve)
+    _print(target, tuned, rows, verified, seconds, store, serve)
 
 
 def _tuned_arm(say: Narrator, target: str, arm: str, store: Path) -> dict[str, Any]:
@@ -126,6 +110,11 @@ def _rows(tuned: dict[str, Any], each: dict[str, dict[str, Any]]) -> list[dict[s
 _COLUMNS = ("accuracy", "think_rate", "p50", "p90", "p99")
 
 
+def _measured(verified: dict[str, Any]) -> dict[str, float]:
+    """What a plain client got, by metric."""
+    return {line["metric"]: line["measured"]["value"] for line in verified["lines"] if line["metric"] in _COLUMNS}
+
+
 def _cells(row: Any) -> list[str]:
     accuracy, think_rate, *latency = (row[key] for key in _COLUMNS)
     return [show.percent(accuracy), show.percent(think_rate), *(show.seconds(value) for value in latency)]
@@ -135,7 +124,7 @@ def _print(
     target: str,
     tuned: dict[str, Any],
     rows: list[dict[str, Any]],
-    measured: Measured,
+    verified: dict[str, Any],
     seconds: float,
     store: Path,
     serve: Path,
@@ -144,7 +133,7 @@ def _print(
 
     chosen = Policy.from_dict(tuned["policy"])
     table = [[row["name"], show.policy_line(Policy.from_dict(row["policy"])), *_cells(row)] for row in rows]
-    table.append(["chosen, through the gateway", "measured by a plain client", *_cells(vars(measured))])
+    table.append(["chosen, through the gateway", "measured by a plain client", *_cells(_measured(verified))])
     click.echo()
     columns = ["on held-out questions", "policy", "accuracy", "think rate", "p50", "p90", "p99"]
     show.table(columns, table, left=2, title=f"{tuned['test']['n']} test questions, target {target}  [simulated]")
@@ -222,29 +211,3 @@ def server(say: Narrator, *arguments: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.communicate(timeout=START_SECONDS)
-
-
-async def ask_plainly(url: str, questions: Sequence[Question], concurrency: int = 32) -> Measured:
-    """Ask as any client would: the question and ``thinking: auto``, nothing else.
-
-    Seconds are those that the simulated server reports, since it does not sleep them.
-    """
-    waiting = iter(questions)
-    right, thinks, seconds = [], [], []
-
-    async def work(session: aiohttp.ClientSession) -> None:
-        for q in waiting:
-            body: dict[str, Any] = {"kind": q.kind, "state": q.state, "question": q.question, "thinking": "auto"}
-            if q.kind == "choice":
-                body["options"] = list(q.options)
-            async with session.post(f"{url}/v1/decide", json=body) as response:
-                response.raise_for_status()
-                answer = await response.json()
-            right.append(answer["choice_index"] == q.answer)
-            thinks.append(answer["thinking"]["used"])
-            seconds.append(answer["elapsed_seconds"])
-
-    async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(work(session) for _ in range(concurrency)))
-    p50, p90, p99 = percentiles(seconds, [50, 90, 99]).tolist()
-    return Measured(len(right), float(np.mean(right)), float(np.mean(thinks)), p50, p90, p99)

@@ -19,6 +19,7 @@ import numpy as np
 
 from calib import __version__
 from calib.atomic import write_atomically
+from calib.certify import marks_of
 from calib.confidences import compare_confidences
 from calib.curves import Curves, Marked
 from calib.errors import CalibError
@@ -144,7 +145,7 @@ class _Report:
         self.policy = None if document.get("policy") is None else Policy.from_dict(document["policy"])
         shown = self.policy or self._nearest_policy()
         self.curves = Curves(self.tune, like=shown)
-        self.marks = tuple(document.get("marks") or ()) or (shown_marks(outcomes, shown) if shown else ())
+        self.marks = tuple(document.get("marks") or ()) or (marks_of(shown, outcomes) if shown else ())
         self.texts = {(q.dataset, q.id): q for q in questions} if questions is not None else {}
         self.stale = self._stale(outcomes)
 
@@ -565,6 +566,7 @@ class _Report:
             )
             return section("What to type", paragraph(text), *([command(*lines)] if lines else []), name="serve")
         at = f" --store {shlex.quote(self.store)}" if self.store else ""
+        at += " --allow-simulated" * (SIMULATED in self.marks)
         lines = [
             f"calib export {shlex.quote(self.name)} --out serve/ --held-by gateway{at}",
             f"# a server of arm {_short(self.policy.arm)} listens at port 8000",
@@ -601,11 +603,6 @@ class _Report:
             *(f"{what} {str(value)[:12]}" for what, value in prints.items() if value),
         ]
         return Html(f"<footer>{escaped(' · '.join(parts))}</footer>")
-
-
-def shown_marks(outcomes: Outcomes, policy: Policy) -> tuple[str, ...]:
-    """Marks of a policy that a document does not name."""
-    return outcomes.marks_of(policy.arm, policy.think_budget)
 
 
 def _answer(question: str, short: str, lines: Sequence[object]) -> Html:

@@ -120,15 +120,21 @@ class Snapshot:
     loads: dict[str, dict[str, tuple[int, ...]]]
 
 
-def snapshot(location: str) -> Snapshot:
+def snapshot(location: str, *, read_only: bool = False) -> Snapshot:
     """Look at a store.
+
+    Parameters
+    ----------
+    location : str
+    read_only : bool, default False
+        Whether a store of an older version is left as it is.
 
     Raises
     ------
     CalibError
-        No store there, no database, a newer version.
+        No store there, no database, a newer version, an older one that cannot be read without writing.
     """
-    with Store.open(location, must_exist=True) as store:
+    with Store.open(location, must_exist=True, read_only=read_only) as store:
         found = counts(store)
         answered = {arm.model for arm in found.arms if arm.answers}
         models = tuple(model for model in store.models() if model.name in answered)
@@ -292,7 +298,12 @@ def load(found: Snapshot, model: str | None = None, concurrency: int | None = No
     A store that is being filled may be a few answers further than the snapshot when it is read.
     """
     key = (found.location, found.content, model, concurrency)
-    return _LOADED.get(key, lambda: load_outcomes(found.location, model=model, concurrency=concurrency))
+
+    def read() -> Outcomes:
+        with Store.open(found.location, read_only=True) as store:
+            return load_outcomes(store, model=model, concurrency=concurrency)
+
+    return _LOADED.get(key, read)
 
 
 def select(found: Snapshot, view: View, model: str | None = None, concurrency: int | None = None) -> Workspace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from calib.engine.base import Answer, EngineInfo
 from calib.engine.simulated import SimulatedEngine, load_profile
 from calib.questions import Question
-from calib.store import Answered, Store, load_outcomes
+from calib.store import Answered, Store, Verification, VerifiedRows, load_outcomes
 from calib.study import run_study
 from calib.studystore import default_storage
 from calib.target import parse_targets
@@ -47,6 +48,32 @@ def simulated_store(path: Path, *, every: int = 4, name: str = "best", trials: i
             document["study"] = result.to_dict()
         store.save_policy(name, document)
     return path
+
+
+def verification(document: dict, **changes: object) -> Verification:
+    """A run of `calib verify` under the policy of a document: slower than predicted, one target missed."""
+
+    def line(metric: str, predicted: list[float], measured: list[float], verdict: str) -> dict:
+        two = [{"value": value, "interval": ends} for value, *ends in (predicted, measured)]
+        return {"metric": metric, "predicted": two[0], "measured": two[1], "verdict": verdict}
+
+    summary = {
+        "verdict": "missed",
+        "marks": ["simulated"],
+        "n": 142,
+        "policy": document["policy"],
+        "lines": [
+            line("accuracy", [0.8, 0.7, 0.9], [0.8, 0.7, 0.9], "as predicted"),
+            line(
+                "p90", [4.5, 4.0, 5.0], [11.2, 10.0, 12.0], "slower than predicted by 149 % (interval +120 % to +170 %)"
+            ),
+        ],
+        "certificate": {"statement": "not certified: p90<10s is missed <b>"},
+        "warnings": ["3 of 142 questions got no usable answer <b>"],
+    }
+    rows = VerifiedRows((("a", "1"),), np.array([0]), np.array([True]), *np.ones((2, 1)), np.array([[0.5, 0.5]]))
+    run = Verification("best", "v1", "f" * 64, "mtp", "http://127.0.0.1:8080", 2.0, None, summary, rows)
+    return replace(run, **({"at": "2026-02-03T04:05:06.000+00:00"} | changes))
 
 
 def made_up_store(

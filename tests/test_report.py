@@ -19,6 +19,7 @@ from calib.questions import Question
 from calib.report import MOST_FLIPS, report_html, write_report
 from calib.target import parse_targets
 from calib.tuning import Demand, tune
+from tests.appstore import verification
 from tests.worlds import ladder
 
 NAMES = ("<script>alert(1)</script>", 'b "quoted" & <img src=x onerror=alert(2)>', "plain")
@@ -275,3 +276,18 @@ def test_a_browser_draws_it_from_the_file(browser, document, outcomes, tmp_path)
     page.close()
     assert complaints == []  # neither an error nor a request that the page's own rules refused
     assert asked_for == [path.as_uri()]
+
+
+def test_runs_of_verify_under_this_very_policy_stand_beside_the_prediction(document, outcomes):
+    run = verification(document)
+    other = verification({"policy": document["policy"] | {"threshold": 0.123}}, url="http://elsewhere:1")
+    found = Reader(report_html(document, outcomes, verifications=[run, other]))
+    said = found.visible
+    assert "Predicted beside measured" in said
+    for text in ("4.50 s [4.00 s, 5.00 s]", "11.20 s [10.00 s, 12.00 s]", "slower than predicted by 149 %"):
+        assert text in said
+    assert "2026-02-03 04:05 UTC, 142 held-out questions at http://127.0.0.1:8080, 2 requests/s" in said
+    assert "not certified: p90<10s is missed <b>" in said  # as text, not as markup
+    assert "http://elsewhere:1" not in said
+    assert ("a", {"href": "#verified"}) in found.elements
+    assert "Predicted beside measured" not in Reader(report_html(document, outcomes, verifications=[other])).visible

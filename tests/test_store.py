@@ -22,7 +22,7 @@ from calib.errors import CalibError
 from calib.latency import RateModel
 from calib.policy import Policy, evaluate
 from calib.questions import Question, split_key, split_position
-from calib.store import Answered, Covered, Failed, Store, load_outcomes, schema
+from calib.store import Answered, Covered, Failed, Store, Verification, VerifiedRows, load_outcomes, schema
 from calib.store.database import url_of
 from tests.postgres import drop_tables, postgres, postgres_server  # noqa: F401 - the last two are fixtures
 from tests.strategies import outcomes
@@ -160,7 +160,7 @@ def test_an_older_store_is_migrated_and_a_newer_one_refused(tmp_path, monkeypatc
     raw = sqlite3.connect(path)
     assert raw.execute("SELECT name, note FROM policies").fetchall() == [("best", None)]
     raw.close()
-    with pytest.raises(CalibError, match=r"schema version 4, this calib knows up to 3; upgrade: pip install"):
+    with pytest.raises(CalibError, match=r"schema version 5, this calib knows up to 4; upgrade: pip install"):
         Store.open(path)
 
 
@@ -191,6 +191,75 @@ def test_a_store_of_the_first_version_gets_the_stages(tmp_path):
         assert load_outcomes(opened).n == 1
 
 
+def third(path):
+    """A store as the third version of the schema was: without runs of `calib verify`."""
+    with Store.open(path) as first:
+        model = first.register_model(INFO)
+        add(first, model, (question(), answer(p2={8: (0.5, 0.5)})))
+        first.save_policy("best", {"threshold": 0.5})
+    raw = sqlite3.connect(path)
+    raw.executescript("DROP TABLE verifications; UPDATE calib_schema SET version = 3")
+    raw.close()
+
+
+def verification(name="best", **changes):
+    p = np.array([[0.25, 0.75, 0.0], [np.nan, np.nan, np.nan]])
+    rows = VerifiedRows(
+        (("small", "0"), ("ü", "1")), np.array([1, -1]), np.array([True, False]), *np.array([[9.0, 0], [0.5, 60]]), p
+    )
+    summary = {"n": 2, "tokens": {"value": 4.5}, "url": "http://u:secret@h:1/v1?key=secret"}
+    url = "http://u:secret@h:1/v1"
+    return replace(Verification(name, "v1", "f" * 64, "mtp", url, None, 8, summary, rows), **changes)
+
+
+def test_a_store_of_the_third_version_gets_runs_of_verify(tmp_path):
+    third(tmp_path / "s.db")
+    with Store.open(tmp_path / "s.db") as opened:
+        assert opened.status().schema_version == len(schema.MIGRATIONS)
+        assert opened.verifications() == []
+        assert load_outcomes(opened).n == 1
+        opened.add_verification(verification())
+        assert len(opened.verifications()) == 1
+
+
+def test_an_older_store_is_read_without_a_write(tmp_path):
+    path = tmp_path / "s.db"
+    third(path)
+    raw = sqlite3.connect(path)
+    raw.execute("PRAGMA journal_mode=DELETE")  # so that even the journal's mode would show
+    raw.close()
+    before = path.read_bytes()
+    with Store.open(path, read_only=True) as opened:
+        assert (load_outcomes(opened).n, opened.verifications()) == (1, [])
+        assert opened.policy("best") == {"threshold": 0.5}
+        with pytest.raises(CalibError, match="was opened read-only"):
+            opened.save_policy("best", {"threshold": 0.6})
+        with pytest.raises(CalibError, match="was opened read-only"):
+            opened.record_look("split", {})
+        with pytest.raises(CalibError, match="a readonly database"), opened._reading() as conn:  # nor below
+            conn.execute(schema.policies.delete())
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["s.db"]
+
+
+def test_a_store_that_is_too_old_to_be_read_as_it_is_is_refused(tmp_path):
+    path = tmp_path / "s.db"
+    third(path)
+    raw = sqlite3.connect(path)
+    raw.executescript("ALTER TABLE models DROP COLUMN thinks_about_scores; UPDATE calib_schema SET version = 2")
+    raw.close()
+    with pytest.raises(
+        CalibError, match=r"version 2; read-only, .* from version 3 on as it is\. .*calib status --store"
+    ):
+        Store.open(path, read_only=True)
+    raw = sqlite3.connect(path)
+    assert raw.execute("SELECT version FROM calib_schema").fetchall() == [(2,)]
+    raw.close()
+    with pytest.raises(CalibError, match="no store there"):
+        Store.open(tmp_path / "none.db", read_only=True)
+    assert not (tmp_path / "none.db").exists()
+
+
 def test_a_migration_that_fails_leaves_the_old_store(tmp_path, monkeypatch):
     path = tmp_path / "s.db"
     Store.open(path).close()
@@ -205,6 +274,27 @@ def test_a_migration_that_fails_leaves_the_old_store(tmp_path, monkeypatch):
             Store.open(path)
     with Store.open(path) as opened:
         assert opened.policies() == []
+
+
+# --- runs of calib verify ---------------------------------------------------------------------------------------------
+
+
+def test_runs_of_verify_come_back_without_credentials(store):
+    run = verification()
+    store.add_verification(run)
+    store.add_verification(verification("other", rate=2.5, concurrency=None, at="2026-01-01T00:00:00.000+00:00"))
+    first, second = store.verifications(rows=True)
+    assert (first.name, first.version, first.arm, first.rate, first.concurrency) == ("best", "v1", "mtp", None, 8)
+    assert (second.rate, second.concurrency, second.at) == (2.5, None, "2026-01-01T00:00:00.000+00:00")
+    assert first.url == "http://h:1/v1"
+    assert first.summary == {"n": 2, "tokens": {"value": 4.5}, "url": "http://h:1/v1"}
+    assert first.rows.questions == run.rows.questions
+    for name in ("answers", "thinks", "tokens", "seconds", "p"):
+        np.testing.assert_array_equal(getattr(first.rows, name), getattr(run.rows, name), strict=True)
+    (only,) = store.verifications("other")
+    assert only.rows is None
+    with pytest.raises(ValueError, match="with its rows"):
+        store.add_verification(only)
 
 
 # --- models and questions ---------------------------------------------------------------------------------------------
@@ -864,11 +954,17 @@ def test_postgresql_holds_the_same(postgres):  # noqa: F811
         )
         assert store.status().models[0].failures[0].reason == "nan"
         assert store.questions() == [scored, q]
+        store.add_verification(verification())
+        assert store.verifications(rows=True)[0].rows.p.shape == (2, 3)
         with pytest.raises(CalibError, match="another answer"):
             store.add_questions([replace(q, answer=1)])
     o = load_outcomes(postgres, budgets=[8])
     assert (o.dataset.tolist(), o.arms) == (["a", "ü"], ("base", "mtp"))
     assert o.p2[1].tolist() == [[0.25, 0.75]]
+    with Store.open(postgres, read_only=True) as looked:
+        assert len(looked.verifications()) == 1
+        with pytest.raises(CalibError, match="was opened read-only"):
+            looked.save_policy("best", {"mix": 0.6})
     drop_tables(postgres)
     with pytest.raises(CalibError, match="no store there"):
         Store.open(postgres, must_exist=True)

@@ -11,7 +11,7 @@ import streamlit as st
 from calib import audit, figures
 from calib.errors import CalibError
 from calib.intervals import Comparison
-from calib.show import percent, seconds
+from calib.show import percent, seconds, verification_cells
 from calib.store import ModelStatus, Store
 from calib.store.contents import counts
 from calib.why import hurting
@@ -26,6 +26,7 @@ def page() -> None:
     now = shell.bench()
     parts.header("Overview", now, "What tuning gains, which policy, and how far to trust it.")
     _answers(now)
+    _verified(now)
     _thinking(now)
     st.subheader("What the store holds", anchor=False)
     _follow()
@@ -72,6 +73,28 @@ def _answers(now: shell.Bench) -> None:
             st.write(shell.plain(certificate.get("statement") or "Tuned without a test."))
     if document is not None:
         _differences(now, document)
+
+
+def _verified(now: shell.Bench) -> None:
+    """The last run of `calib verify` under the policy that is shown."""
+    with Store.open(now.settings.store, read_only=True) as store:
+        runs = [run for run in store.verifications() if run.summary.get("policy") == now.policy.to_dict()]
+    if not runs:
+        return
+    run, found = runs[-1], runs[-1].summary
+    st.subheader("Predicted beside measured", anchor=False)
+    colour = {"kept": "green", "missed": "red"}.get(found["verdict"], "blue")
+    load = f"{run.rate:g} requests/s" if run.rate is not None else f"{run.concurrency} requests in flight"
+    where = shell.plain(f"{run.at[:16].replace('T', ' ')} UTC, {found['n']:,} held-out questions at {run.url}, {load}")
+    st.markdown(f":{colour}-badge[{found['verdict'].replace('_', ' ')}] {where}")
+    names = ("metric", "predicted [interval]", "measured [interval]", "verdict")
+    rows = [dict(zip(names, verification_cells(line), strict=True)) for line in found["lines"]]
+    st.dataframe(rows, hide_index=True)
+    certificate = (found.get("certificate") or {}).get("statement")
+    for text in (*([certificate] if certificate else []), *found["warnings"]):
+        st.caption(shell.plain(text))
+    if len(runs) > 1:
+        st.caption(f"The last of {len(runs)} runs of calib verify under this policy.")
 
 
 def _measured_gain(document: dict[str, Any]) -> None:
@@ -150,7 +173,7 @@ def _follow() -> None:
     """Live counts; the figures stay as they are until they are asked to follow."""
     now = shell.bench()
     try:
-        with Store.open(now.settings.store, must_exist=True) as store:
+        with Store.open(now.settings.store, read_only=True) as store:
             found = counts(store)
     except CalibError as error:
         st.warning(shell.plain(str(error)))
@@ -171,7 +194,7 @@ def _follow() -> None:
 @st.cache_resource(max_entries=4, show_spinner="Counting ...")
 def _status(location: str, content: str, fingerprint: str) -> tuple[ModelStatus, list[audit.Finding]]:  # noqa: ARG001
     """Coverage, failures and audits; ``content`` makes another call of another content."""
-    with Store.open(location, must_exist=True) as store:
+    with Store.open(location, read_only=True) as store:
         model = next(one for one in store.status().models if one.fingerprint == fingerprint)
         return model, audit.findings(store, model=fingerprint)
 

@@ -73,7 +73,7 @@ def page() -> None:
 
 @st.cache_resource(max_entries=2, show_spinner=False)
 def _texts(location: str, content: str) -> dict[tuple[str, str], str]:  # noqa: ARG001 - another content, another call
-    with Store.open(location, must_exist=True) as store:
+    with Store.open(location, read_only=True) as store:
         return texts(store)
 
 
@@ -131,7 +131,7 @@ def _filtered(rows: pd.DataFrame) -> pd.DataFrame:
 def _detail(now: shell.Bench, found: Flips, row: int) -> None:
     tune, at = now.space.tune, int(found.index[row])
     dataset, name, width = str(tune.dataset[at]), str(tune.ids[at]), int(tune.n_options[at])
-    with Store.open(now.found.location, must_exist=True) as store:
+    with Store.open(now.found.location, read_only=True) as store:
         text = text_of(store, now.outcomes.fingerprint, dataset, name)
     options = text.options or tuple(f"option {i + 1}" for i in range(width))
     right = int(tune.answer[at])

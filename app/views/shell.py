@@ -200,7 +200,7 @@ def enter(settings: Settings) -> None:
         When there is nothing to show: no store, an empty one, a newer schema, no thought.
     """
     if "snapshot" not in st.session_state:
-        st.session_state["snapshot"] = workspace.snapshot(settings.store)
+        st.session_state["snapshot"] = workspace.snapshot(settings.store, read_only=settings.read_only)
     found: Snapshot = st.session_state["snapshot"]
     model = _model(found)
     load = _load(found, model)

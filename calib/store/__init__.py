@@ -2,7 +2,7 @@
 
 Alone knows the schema. SQLite (a file, WAL) by default, PostgreSQL by URL; several processes may write one store.
 `Store` (`calib.store.store`) is the front, over the tables (`schema`), the connections (`database`), what is written
-(`entries`, `staging`), what is there (`holdings`) and what becomes `Outcomes` (`loading`).
+(`entries`, `staging`, `verifications`), what is there (`holdings`) and what becomes `Outcomes` (`loading`).
 """
 
 from calib.store.entries import Answered, Failed
@@ -10,6 +10,7 @@ from calib.store.holdings import CoverageCount, Covered, FailureCount, ModelStat
 from calib.store.schema import ModelRow
 from calib.store.staging import AuditAnswer, LatencyPass, PassState, Planned, StoredAnswer
 from calib.store.store import Store, load_outcomes
+from calib.store.verifications import Verification, VerifiedRows
 
 __all__ = [
     "Answered",
@@ -27,5 +28,7 @@ __all__ = [
     "Store",
     "StoreStatus",
     "StoredAnswer",
+    "Verification",
+    "VerifiedRows",
     "load_outcomes",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from calib.fitness import REPLACED
 from calib.store import schema
 from calib.store.store import Store
 
@@ -81,6 +82,7 @@ def _content() -> Iterator[sa.Select[*tuple[Any, ...]]]:
         yield sa.select(table).order_by(table.c.n.desc()).limit(1)
     yield sa.select(sa.func.count(), sa.func.max(f.c.n), sa.func.max(f.c.at)).select_from(f)
     yield sa.select(sa.func.count(), sa.func.max(s.c.n), sa.func.sum(s.c.round)).select_from(s)
+    yield sa.select(sa.func.count()).select_from(schema.audits).where(schema.audits.c.audit == REPLACED)
     for small in (schema.rates, schema.passes):
         yield sa.select(small).order_by(small.c.n)
 

@@ -44,11 +44,15 @@ def url_of(given: str) -> tuple[sa.URL, str]:
     return url, (url.database or "") if url.drivername == "sqlite" else shown
 
 
-def engine_of(url: sa.URL, shown: str) -> sa.Engine:
-    """SQLAlchemy engine; its connections with the option ``writes`` take the writer's lock when they begin."""
+def engine_of(url: sa.URL, shown: str, *, read_only: bool = False) -> sa.Engine:
+    """SQLAlchemy engine; its connections with the option ``writes`` take the writer's lock when they begin.
+
+    With ``read_only`` the database itself refuses whatever would write.
+    """
     if url.get_backend_name() != "sqlite":
+        told = {"options": "-c default_transaction_read_only=on"} if read_only else {}
         try:
-            return sa.create_engine(url, pool_pre_ping=True)
+            return sa.create_engine(url, pool_pre_ping=True, connect_args=told)
         except ModuleNotFoundError:
             raise CalibError(f"{shown}: PostgreSQL needs a driver: pip install 'calib-decide[postgres]'") from None
     folder = Path(url.database or "").resolve().parent
@@ -59,6 +63,9 @@ def engine_of(url: sa.URL, shown: str) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the module would begin transactions by itself, and too late: see below
+        if read_only:
+            connection.execute("PRAGMA query_only=ON")
+            return
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not tables or VERSION_TABLE in tables:  # a file of something else stays as it is
             _patiently(connection, "PRAGMA journal_mode=WAL")  # readers and a writer do not block each other

@@ -116,6 +116,11 @@ class StoreStatus:
     policies: list[SavedPolicy]
     runs: list[dict[str, Any]]
 
+    @property
+    def answered(self) -> list[ModelStatus]:
+        """Models with any answer; of the others all that is known is what failed."""
+        return [one for one in self.models if any(row.system1 or row.budgets for row in one.coverage)]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON (budgets become texts there)."""
         return asdict(self)

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from numpy.typing import NDArray
 
 from calib.errors import CalibError
+from calib.fitness import BUDGET, REPLACED
 from calib.latency import RateModel, fit_line, picks, resample
 from calib.outcomes import Outcomes
 from calib.sampling import Sampling, presented
@@ -27,6 +28,9 @@ __all__ = ["read_outcomes"]
 KEPT_COVERAGE = 0.9
 """A budget is kept by default when at least this share of the best covered budget's questions have it: a few lost
 questions must not cost a whole budget, and a budget that few have must not cost the other questions."""
+
+BROKE_BUDGET = frozenset({"budget_exceeded", "ignored_thinking"})
+"""Reasons of failures that say that a server did not keep a think budget."""
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -97,6 +101,7 @@ def read_outcomes(
         can_think=grid.can_think[text],
         weight=q.weight[use] * stands_for[use],
         label_mass=answers.label_mass[text],
+        flaw=_flaws(conn, model, q, grid, answers, shown_arms, columns)[text],
         label_set=_label_sets(q.dataset[use], q.label_key[use]),
         split_position=q.split_position[use],
         concurrency=np.array([s.concurrency for s in seconds]),
@@ -243,6 +248,7 @@ class _Grid:
     can_think: Bools  # (U,)
     touched: Bools  # (U,), anything is known
     failures: list[tuple[int, int, str, int, float | None]]
+    broke_budget: Bools  # (U, K), some arm failed for it
     rates: dict[str, RateModel]
 
 
@@ -278,6 +284,7 @@ def _read_grid(conn: sa.Connection, model: ModelRow, q: _Questions) -> _Grid:
 
     asked = answered.copy()
     failures: list[tuple[int, int, str, int, float | None]] = []
+    broke_budget = np.zeros((texts, len(budgets)), dtype=bool)
     # score questions only where the server can think about them: it says so, or an import holds some p2
     scores = np.array([kind == "score" for kind in q.kind[q.first].tolist()])
     can_think = ~scores | model.thinks_about_scores | answered.any(axis=(0, 2))
@@ -287,10 +294,11 @@ def _read_grid(conn: sa.Connection, model: ModelRow, q: _Questions) -> _Grid:
             continue
         column = int(np.searchsorted(budgets, budget))
         asked[arms.index(arm), text, column] = True
+        broke_budget[text, column] |= reason in BROKE_BUDGET
         failures.append((text, column, arm, load, seconds))
         can_think[text] |= reason != "refused"  # one that was cut off or came back broken counts as wrong
     touched = np.asarray(has_p1.any(axis=0) | asked.any(axis=(0, 2)))
-    return _Grid(budgets, arms, has_p1, answered, asked, can_think, touched, failures, rates)
+    return _Grid(budgets, arms, has_p1, answered, asked, can_think, touched, failures, broke_budget, rates)
 
 
 def _kept_budgets(grid: _Grid, wanted: Sequence[int] | None, where: str) -> tuple[Ints, dict[int, int]]:
@@ -336,6 +344,8 @@ class _Answers:
     finished: Bools  # (U, B)
     label_mass: Floats  # (U, 1 + B)
     complete: Bools  # (U,), one arm was asked for all kept budgets
+    arm1: Ints  # (U,), number of the arm whose p1 it is; that of no arm where there is none
+    arm2: Ints  # (U,), the same of the thought
 
 
 def _read_answers(conn: sa.Connection, model: ModelRow, q: _Questions, grid: _Grid, columns: Ints) -> _Answers:
@@ -384,7 +394,29 @@ def _read_answers(conn: sa.Connection, model: ModelRow, q: _Questions, grid: _Gr
                     finished[into, k] = ended[new, j]
     p1[padded & ~np.isnan(p1[:, :1])] = 0
     p2[padded[:, None] & ~np.isnan(p2[:, :, :1])] = 0
-    return _Answers(p1, p2, tokens, finished, mass, p2_arm < nobody)
+    return _Answers(p1, p2, tokens, finished, mass, p2_arm < nobody, p1_arm, p2_arm)
+
+
+def _flaws(
+    conn: sa.Connection,
+    model: ModelRow,
+    q: _Questions,
+    grid: _Grid,
+    answers: _Answers,
+    shown_arms: Sequence[str],
+    columns: Ints,
+) -> NDArray[np.object_]:
+    """Why each text's row is not to be trusted, (U,): its thought broke its budget, or its server was replaced."""
+    flaw = np.full(len(q.first), "", dtype=object)
+    lost = np.isnan(answers.p2[:, :, 0]) & grid.broke_budget[:, columns]
+    flaw[(lost | (answers.tokens > grid.budgets[columns])).any(axis=1)] = BUDGET
+    for key, arm in staging.replaced(conn, model.n):
+        text = q.number.get(key)
+        if text is None or arm not in grid.arms:
+            continue
+        if arm in shown_arms or grid.arms.index(arm) in (answers.arm1[text], answers.arm2[text]):
+            flaw[text] = REPLACED
+    return flaw
 
 
 @dataclass(frozen=True, eq=False)

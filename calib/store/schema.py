@@ -24,6 +24,7 @@ __all__ = [
     "FLAG",
     "FLOAT",
     "MIGRATIONS",
+    "READABLE_FROM",
     "SYSTEM1",
     "ModelRow",
     "answer_key",
@@ -46,6 +47,7 @@ __all__ = [
     "unpack",
     "unpack_budgets",
     "upgrade",
+    "verifications",
     "version",
 ]
 
@@ -237,7 +239,7 @@ passes = sa.Table(
     sa.UniqueConstraint("model", "arm", "concurrency", "pass"),
 )
 
-# Answers that were asked for an audit alone: never part of the outcomes.
+# Answers that were asked for an audit alone: never part of the outcomes. And marks of stored answers that failed one.
 audits = sa.Table(
     "audits",
     metadata,
@@ -247,13 +249,36 @@ audits = sa.Table(
     sa.Column("dataset", sa.Text, nullable=False),
     sa.Column("ext_id", sa.Text, nullable=False),
     sa.Column("arm", sa.Text, nullable=False),
-    sa.Column("audit", sa.Text, nullable=False),  # rotated, seed, load
+    sa.Column("audit", sa.Text, nullable=False),  # rotated, seed, load; replaced: a mark
     sa.Column("variant", sa.Integer, nullable=False),  # places rotated by, seeds further, requests in flight
     sa.Column("p1", sa.LargeBinary),  # in the order of the stored options
     sa.Column("budget", sa.Integer),
     sa.Column("p2", sa.LargeBinary),
     sa.Column("at", sa.Text, nullable=False),
     sa.UniqueConstraint("model", "key", "arm", "audit", "variant"),
+)
+
+# Runs of `calib verify`: what a plain client got from a server under a policy, one row each.
+verifications = sa.Table(
+    "verifications",
+    metadata,
+    _number(),
+    sa.Column("at", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),  # of the policy
+    sa.Column("version", sa.Text, nullable=False),  # hash of all that the policy says
+    sa.Column("fingerprint", sa.Text, nullable=False),  # of the model that the server said to be
+    sa.Column("arm", sa.Text, nullable=False),
+    sa.Column("url", sa.Text, nullable=False),  # without credentials
+    sa.Column("rate", sa.Double),  # requests/s; null for a fixed number in flight
+    sa.Column("concurrency", sa.Integer),  # null at a rate
+    sa.Column("summary", sa.Text, nullable=False),  # JSON
+    sa.Column("questions", sa.Text, nullable=False),  # JSON, (dataset, id) of each
+    sa.Column("answers", sa.LargeBinary, nullable=False),  # (N,), -1 without a usable one
+    sa.Column("thinks", sa.LargeBinary, nullable=False),
+    sa.Column("tokens", sa.LargeBinary, nullable=False),
+    sa.Column("seconds", sa.LargeBinary, nullable=False),  # of a failure: until it was given up
+    sa.Column("p", sa.LargeBinary, nullable=False),  # (N, C), NaN without an answer, 0 at padded options
+    sa.Index("verifications_by_name", "name"),
 )
 
 
@@ -301,9 +326,21 @@ def _add_thinks_about_scores(conn: sa.Connection) -> None:
         conn.execute(sa.text(f"ALTER TABLE {models.name} ADD COLUMN {name} BOOLEAN DEFAULT false NOT NULL"))
 
 
-MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (_create, _add_stages, _add_thinks_about_scores)
+def _add_verifications(conn: sa.Connection) -> None:
+    verifications.create(conn, checkfirst=True)
+
+
+MIGRATIONS: tuple[Callable[[sa.Connection], None], ...] = (
+    _create,
+    _add_stages,
+    _add_thinks_about_scores,
+    _add_verifications,
+)
 """Step i brings a store from version i to i + 1. Append, never edit. The first makes the tables as they are now, so a
 later step looks first (``sqlalchemy.inspect``) whether a new store has its change already."""
+
+READABLE_FROM = 3
+"""Oldest version that can be read as it is: what came later are whole tables, and one that is absent is empty."""
 
 
 def version(conn: sa.Connection) -> int:
@@ -313,12 +350,22 @@ def version(conn: sa.Connection) -> int:
     return int(conn.execute(sa.select(_version.c.version)).scalar_one_or_none() or 0)
 
 
-def check_version(found: int, where: str) -> None:
-    """Refuse a store that a newer calib has written."""
+def check_version(found: int, where: str, *, read_only: bool = False) -> None:
+    """Refuse a store that a newer calib has written; one that is too old to be read as it is, where nothing is written.
+
+    Raises
+    ------
+    CalibError
+    """
     if found > len(MIGRATIONS):
         raise CalibError(
             f"{where}: the store has schema version {found}, this calib knows up to {len(MIGRATIONS)}; "
             "upgrade: pip install --upgrade calib-decide"
+        )
+    if read_only and 0 < found < READABLE_FROM:
+        raise CalibError(
+            f"{where}: the store has schema version {found}; read-only, nothing is written, and this calib reads from "
+            f"version {READABLE_FROM} on as it is. Bring the store up to date once: calib status --store {where}"
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import sqlalchemy as sa
 from numpy.typing import NDArray
 
+from calib.fitness import REPLACED
 from calib.store import entries, schema
 from calib.store.schema import ModelRow
 
@@ -31,6 +32,7 @@ __all__ = [
     "passes",
     "plan",
     "planned",
+    "replaced",
     "set_pass",
     "timed_in_pass",
 ]
@@ -128,15 +130,16 @@ class StoredAnswer:
 
 @dataclass(frozen=True, eq=False)
 class AuditAnswer:
-    """An answer that was asked for an audit alone.
+    """An answer that was asked for an audit alone, or the mark of one that failed.
 
     Attributes
     ----------
     dataset, id, arm : str
-    audit : {"rotated", "seed", "load"}
-        With the options in another order, with another seed, at another load.
+    audit : {"rotated", "seed", "load", "replaced"}
+        With the options in another order, with another seed, at another load; ``replaced`` marks a stored answer that
+        may be another model's, and holds no answer itself.
     variant : int
-        Places that the options were rotated by, seeds further, requests in flight.
+        Places that the options were rotated by, seeds further, requests in flight; 0 of a mark.
     p1, p2 : ndarray of shape (C,) or None
         In the order of the stored options.
     budget : int or None
@@ -328,6 +331,13 @@ def audits(conn: sa.Connection, model: int) -> list[AuditAnswer]:
         )
         for row in conn.execute(statement)
     ]
+
+
+def replaced(conn: sa.Connection, model: int) -> list[tuple[bytes, str]]:
+    """Key and arm of every answer that may be another model's, since its server was replaced while it was asked."""
+    a = schema.audits
+    statement = sa.select(a.c.key, a.c.arm).where(a.c.model == model, a.c.audit == REPLACED).order_by(a.c.n)
+    return [(key, arm) for key, arm in conn.execute(statement)]
 
 
 def _array(blob: bytes) -> Floats:

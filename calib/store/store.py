@@ -24,12 +24,13 @@ from calib.errors import CalibError
 from calib.latency import RateModel
 from calib.outcomes import Outcomes
 from calib.questions import Question
-from calib.store import database, entries, holdings, schema, staging
+from calib.store import database, entries, holdings, schema, staging, verifications
 from calib.store.entries import Answered, Failed
 from calib.store.holdings import Covered, SavedPolicy, StoreStatus
 from calib.store.loading import read_outcomes
 from calib.store.schema import ModelRow
 from calib.store.staging import AuditAnswer, LatencyPass, Planned, StoredAnswer
+from calib.store.verifications import Verification
 
 __all__ = ["Store", "load_outcomes"]
 
@@ -43,9 +44,11 @@ class Store:
     one database by several processes.
     """
 
-    def __init__(self, engine: sa.Engine, location: str) -> None:
+    def __init__(self, engine: sa.Engine, location: str, *, read_only: bool = False) -> None:
         self.location = location
         """Path or URL without a password, for messages."""
+        self.read_only = read_only
+        """Whether whatever would write is refused."""
         self._engine = engine
         self._writer = engine.execution_options(writes=True)
         self._lock = threading.RLock()
@@ -53,7 +56,9 @@ class Store:
         self._numbers: dict[str, int] = {}
 
     @classmethod
-    def open(cls, location: str | os.PathLike[str] | None = None, *, must_exist: bool = False) -> Store:
+    def open(
+        cls, location: str | os.PathLike[str] | None = None, *, must_exist: bool = False, read_only: bool = False
+    ) -> Store:
         """Open a store, made when absent, migrated when it is of an older version.
 
         Parameters
@@ -63,17 +68,22 @@ class Store:
             else ``calib.db``, when left out.
         must_exist : bool, default False
             Whether to refuse to make a new one.
+        read_only : bool, default False
+            Whether to write nothing, ever: an older store is read as it is, or refused where it is too old for that;
+            one that is absent is refused.
 
         Raises
         ------
         CalibError
-            No store there (with ``must_exist``), not a database, a newer version, a database out of reach.
+            No store there (with ``must_exist`` or ``read_only``), not a database, a newer version, a database out of
+            reach, an older version that cannot be read without writing.
         """
         given = os.fspath(location) if location is not None else os.environ.get("CALIB_STORE") or DEFAULT_LOCATION
         url, shown = database.url_of(given)
+        must_exist = must_exist or read_only
         if must_exist and url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
             raise CalibError(database.absent(shown))
-        store = cls(database.engine_of(url, shown), shown)
+        store = cls(database.engine_of(url, shown, read_only=read_only), shown, read_only=read_only)
         try:
             store._prepare(must_exist)
         except BaseException:
@@ -84,7 +94,7 @@ class Store:
     def _prepare(self, must_exist: bool) -> None:
         with self._reading() as conn:
             found = schema.version(conn)
-            schema.check_version(found, self.location)
+            schema.check_version(found, self.location, read_only=self.read_only)
             strange = () if found or conn.dialect.name != "sqlite" else sa.inspect(conn).get_table_names()
         if strange:
             raise CalibError(
@@ -93,7 +103,7 @@ class Store:
             )
         if found == 0 and must_exist:
             raise CalibError(database.absent(self.location))
-        if found < len(schema.MIGRATIONS):
+        if found < len(schema.MIGRATIONS) and not self.read_only:
             with self._writing() as conn:
                 schema.upgrade(conn, self.location)
 
@@ -140,6 +150,8 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[sa.Connection]:
+        if self.read_only:
+            raise CalibError(f"{self.location}: was opened read-only, so nothing is written")
         with self._lock:
             if self._open is not None:
                 yield self._open
@@ -460,11 +472,42 @@ class Store:
         with self._reading() as conn:
             return _looks(conn, split_id)
 
+    def add_verification(self, run: Verification) -> None:
+        """Keep a run of ``calib verify``, without credentials in its URL."""
+        with self._writing() as conn:
+            conn.execute(schema.verifications.insert(), verifications.row(run))
+
+    def verifications(self, name: str | None = None, *, rows: bool = False) -> list[Verification]:
+        """Runs of ``calib verify``, in their order.
+
+        Parameters
+        ----------
+        name : str, optional
+            Only those of the policies of this name.
+        rows : bool, default False
+            Whether to read what was answered to each question as well.
+        """
+        with self._reading() as conn:
+            return verifications.read(conn, name, rows=rows)
+
+    def text_keys(self) -> dict[tuple[str, str], str]:
+        """Hash of the text of every question, by (dataset, id); see `schema.text_key`."""
+        q = schema.questions
+        statement = sa.select(q.c.dataset, q.c.ext_id, q.c.text_key)
+        with self._reading() as conn:
+            return {(dataset, name): key for dataset, name, key in conn.execute(statement)}
+
     def record_run(self, arguments: Mapping[str, Any]) -> None:
         """Remember what a collect run was told, without what may be secret: keys, tokens, logins in URLs."""
         with self._writing() as conn:
             harmless = entries.as_json(entries.without_secrets(arguments))
             conn.execute(schema.runs.insert(), {"arguments": harmless, "at": entries.now()})
+
+    def runs(self) -> list[dict[str, Any]]:
+        """What collect runs were told (`record_run`), the newest first."""
+        with self._reading() as conn:
+            told = conn.execute(sa.select(schema.runs.c.arguments).order_by(schema.runs.c.n.desc())).scalars()
+            return [dict(json.loads(text)) for text in told]
 
 
 def load_outcomes(
