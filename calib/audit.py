@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -19,20 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from calib import exact, metrics
+from calib import exact, fitness, metrics
 from calib.crew import Progress
 from calib.engine.base import AskFailed, Engine, ServerBusy
 from calib.errors import CalibError
+from calib.fitness import LOW_MASS, Repeats
+from calib.optimise import Optimum, optimum
 from calib.outcomes import Outcomes
-from calib.policy import confidence
+from calib.policy import Policy, candidate_thresholds, confidence
 from calib.questions import Question, text_hash
 from calib.sampling import place
 from calib.store import AuditAnswer, FailureCount, LatencyPass, Store, StoredAnswer, load_outcomes
+from calib.store.loading import BROKE_BUDGET
+from calib.tuning import Tuned
 
 __all__ = [
     "AuditSummary",
     "Finding",
     "Floor",
+    "Look",
     "arms_agree",
     "budgets_obeyed",
     "collect",
@@ -41,17 +46,17 @@ __all__ = [
     "floors",
     "gate_precision",
     "label_mass",
+    "look",
     "option_order",
     "passes_valid",
     "repeatability",
+    "same_server",
 ]
 
 Level = Literal["ok", "note", "warning", "refuse"]
 
 ALPHA = 0.01
 """Chance of a false alarm of one audit."""
-LOW_MASS = 0.5
-"""Label mass below which a forced letter is not what the model would say."""
 MUCH_CUT, SOME_CUT = 0.2, 0.05
 ARM_FLIPS, ORDER_FLIPS = 0.01, 0.05
 """Shares of answers that may change between arms, and with the order of the options."""
@@ -59,6 +64,7 @@ FEW = 20
 """Pairs below which nothing is concluded."""
 SAMPLE = 50
 _ASK = f"calib collect --audit {SAMPLE}"
+_ALL = "to have them all the same: --include-failed-audits"
 
 Floats = NDArray[np.float64]
 Name = tuple[str, str]
@@ -97,12 +103,85 @@ class Finding:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What all audits say of the answers of one model.
+
+    Attributes
+    ----------
+    outcomes : Outcomes
+    findings : tuple of Finding
+        The worst first.
+    floors : mapping of str to Floor
+        See `floors`.
+    """
+
+    outcomes: Outcomes
+    findings: tuple[Finding, ...]
+    floors: Mapping[str, Floor]
+
+    @property
+    def fit_arms(self) -> list[str] | None:
+        """Arms that are tuned together, where some are not: their answers are not those that the arms would share."""
+        of_arms = (one for one in self.findings if one.level == "refuse" and one.audit in ("arms p1", "arms p2"))
+        unfit = {one.arm for one in of_arms}
+        return [arm for arm in self.outcomes.arms if arm not in unfit] if unfit else None
+
+    @property
+    def repeats(self) -> Repeats:
+        """To what p1 repeats, of the arms where it is known."""
+        return _repeats(self.outcomes, self.floors.values())
+
+    def gates(self, policy: Policy) -> list[Finding]:
+        """Whether the gates of a policy, one or one for each route, are finer than what p1 repeats to.
+
+        That is measured on the plain confidence: nothing is said of a gate on another one.
+        """
+        if policy.confidence != "max" or policy.temperatures is not None:
+            return []
+        largest = max(self.floors.values(), key=lambda floor: floor.value, default=None)
+        return [
+            gate_precision(self.outcomes.take(mask), part.threshold, self.floors.get(part.arm, largest))
+            for part, mask in policy.parts(self.outcomes)
+            if mask.any() and 0 < part.threshold <= 1
+        ]
+
+    def unrefused(self, tuned: Tuned) -> Optimum:
+        """The optimum in the space of the studies, which refuse no gate for what p1 repeats to."""
+        demand, repeats = tuned.demand, tuned.demand.repeats
+        on = tuned.searched or tuned.tune
+        at = candidate_thresholds(np.unique(confidence(on.p1[on.can_think]))) if on.can_think.any() else np.empty(0)
+        arms = demand.arms or on.arms
+        refused = repeats is not None and any(repeats.noisy(at, arm).any() for arm in arms)
+        if demand.rate is not None or not refused:
+            return tuned.studied
+        asked: dict[str, Any] = {"maximize": demand.maximize, "minimize": demand.minimize, "cost": demand.cost}
+        found = optimum(on, demand.targets, arms=arms, budgets=demand.budgets, **asked)
+        same = found.policy is None or found.objective == tuned.studied.objective
+        return tuned.studied if same else found
+
+    def of(self, tuned: Tuned) -> list[str]:
+        """What is to be said of a policy that was tuned on these answers, the worst first."""
+        policy = tuned.policy
+        told = [*self.findings] if policy is None else _worst_first([*self.gates(policy), *self.findings])
+        warnings = [f"audit: {one.text}" for one in told if one.level in ("warning", "refuse")]
+        repeats = tuned.demand.repeats
+        if policy is None and repeats is not None:
+            at = candidate_thresholds(np.unique(repeats.sure)) if repeats.sure.size else np.empty(0)
+            fine = {arm: int(repeats.noisy(at, arm).sum()) for arm in tuned.outcomes.arms}
+            refused = [f"{count} of {len(at)} gates of arm {arm!r}" for arm, count in fine.items() if count]
+            if refused:
+                warnings.insert(0, f"refused: {'; '.join(refused)} are finer than what p1 repeats to; {_ALL}")
+        return warnings
+
+
+def _repeats(outcomes: Outcomes, floors: Iterable[Floor]) -> Repeats:
+    known = {floor.arm: floor.value for floor in floors if floor.n >= FEW}
+    return Repeats(np.sort(confidence(outcomes.p1[outcomes.can_think])), known)
+
+
 def findings(
-    source: Store | Outcomes,
-    *,
-    model: str | None = None,
-    threshold: float | None = None,
-    datasets: Sequence[str] | None = None,
+    source: Store | Outcomes, *, model: str | None = None, datasets: Sequence[str] | None = None
 ) -> list[Finding]:
     """Everything that can be said, the worst first.
 
@@ -112,8 +191,6 @@ def findings(
         Of outcomes alone: cut thoughts and label mass.
     model, datasets
         Of a store, see `calib.store.load_outcomes`.
-    threshold : float, optional
-        Of a policy, whose gate is then compared with the repeatability of p1.
 
     Raises
     ------
@@ -121,14 +198,19 @@ def findings(
         The store holds no outcomes, or several models.
     """
     if isinstance(source, Outcomes):
-        found = [*cut_thoughts(source), *label_mass(source)]
-        return _worst_first(found)
+        return _worst_first([*cut_thoughts(source), *label_mass(source)])
     # seconds are not looked at, so that no load has to be chosen
     outcomes = load_outcomes(source, model=model, datasets=datasets, concurrency=0)
+    return list(look(source, outcomes).findings)
+
+
+def look(source: Store, outcomes: Outcomes) -> Look:
+    """All audits of what was loaded of a store."""
     fingerprint = outcomes.fingerprint
     answers, extra = source.answers(fingerprint), source.audits(fingerprint)
     status = next(one for one in source.status().models if one.fingerprint == fingerprint)
     found = [
+        *same_server(extra),
         *budgets_obeyed(source.own_thoughts(fingerprint), status.failures),
         *arms_agree(answers, extra),
         *repeatability(answers, extra),
@@ -137,15 +219,29 @@ def findings(
         *option_order(answers, extra),
         *passes_valid(source.passes(fingerprint)),
     ]
-    if threshold is not None:
-        floor = max(floors(answers, extra).values(), key=lambda one: one.value, default=None)
-        found.append(gate_precision(outcomes, threshold, floor))
-    return _worst_first(found)
+    return Look(outcomes, tuple(_worst_first(found)), floors(answers, extra))
 
 
 def _worst_first(found: Iterable[Finding]) -> list[Finding]:
     order = {"refuse": 0, "warning": 1, "note": 2, "ok": 3}
     return sorted(found, key=lambda finding: order[finding.level])
+
+
+def same_server(extra: Iterable[AuditAnswer]) -> list[Finding]:
+    """Answers that may be another model's, per arm: the server was replaced while they were asked."""
+    marked = Counter(row.arm for row in extra if row.audit == fitness.REPLACED)
+    return [
+        Finding(
+            "refuse",
+            "same server",
+            arm,
+            None,
+            f"the server was replaced in the middle: {n} answers may be another model's, and are left out of tuning. "
+            "Collect into a new --store",
+            float(n),
+        )
+        for arm, n in sorted(marked.items())
+    ]
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
@@ -178,8 +274,8 @@ def budgets_obeyed(
             text = f"{broken} of {n} thoughts are longer than their budget of {budget} tokens: their seconds are too"
         found.append(Finding("refuse" if broken else "ok", "budget", arm, None, text, broken / n))
     for failure in failures:
-        if failure.reason in ("budget_exceeded", "ignored_thinking"):
-            text = f"{failure.questions} answers broke their think budget and are left out: {failure.detail}"
+        if failure.reason in BROKE_BUDGET:
+            text = f"{failure.questions} answers broke their think budget and are left out of tuning: {failure.detail}"
             found.append(Finding("warning", "budget", failure.arm, None, text, float(failure.questions)))
     return found
 
@@ -229,6 +325,11 @@ def label_mass(outcomes: Outcomes) -> list[Finding]:
                 "; the answer is forced, and confidence may mean little: try another --prompt-template" if low else ""
             )
             found.append(Finding("warning" if low else "ok", "label mass", None, name, text, middle))
+    single = fitness.flaws(outcomes)[fitness.MASS]
+    if single.any():
+        text = f"{int(single.sum())} questions have less than {LOW_MASS:g} of the probability on the labels where most "
+        text += "have more: they are left out of tuning"
+        found.append(Finding("note", "label mass", None, None, text, metrics.mean(single)))
     if not found:
         found.append(Finding("note", "label mass", None, None, "not known: the server does not tell it"))
     return found
@@ -302,7 +403,7 @@ def gate_precision(outcomes: Outcomes, threshold: float, floor: Floor | None) ->
     """Whether a gate is finer than what p1 repeats to.
 
     A question is undecided when its confidence lies within the floor of the threshold: asked again it may go the other
-    way. The gate is refused when more than half of the questions on its smaller side are undecided: it sorts noise.
+    way. The gate is refused when it sorts noise (`calib.fitness.Repeats.noisy`); ``calib optimize`` takes no such gate.
 
     Parameters
     ----------
@@ -316,16 +417,13 @@ def gate_precision(outcomes: Outcomes, threshold: float, floor: Floor | None) ->
     Finding
         Its value is the share of undecided questions.
     """
-    if floor is None:
+    if floor is None or floor.n < FEW:
         text = f"whether the threshold {threshold:g} is finer than p1 repeats is not known; {_ASK}"
         return Finding("note", "gate", None, None, text)
-    sure = confidence(outcomes.p1[outcomes.can_think])
-    undecided = np.abs(sure - threshold) <= floor.value if floor.value else np.zeros(len(sure), dtype=bool)
-    below = sure < threshold
-    smaller = below if below.sum() * 2 <= len(sure) else ~below
-    share = float(undecided.mean()) if len(sure) else 0.0
+    repeats = _repeats(outcomes, [floor])
+    share = float(repeats.undecided(threshold, floor.arm))
     text = f"{share:.1%} of the questions lie within {floor.value:.2g} of the threshold {threshold:g}"
-    if smaller.any() and int((undecided & smaller).sum()) * 2 > int(smaller.sum()):
+    if repeats.noisy(threshold, floor.arm):
         text += ", which is all that p1 repeats to: the gate sorts noise. Use a lower threshold, or always think"
         return Finding("refuse", "gate", floor.arm, None, text, share)
     if share > ARM_FLIPS:
@@ -410,10 +508,9 @@ def _compared(
     n, share = len(both), flips / len(both)
     text = f"{what} answers differently from {one!r} on {flips} of {n} questions (largest change {moved:.2g})"
     if exact.mcnemar(gained, lost) < ALPHA:
-        text += f", and the accuracy is another one ({gained} gained, {lost} lost): do not share answers, tune each "
-        return [
-            Finding("refuse", f"arms {what}", other, None, text + f"arm from a store of its own: --arm {other}", share)
-        ]
+        text += f", and the accuracy is another one ({gained} gained, {lost} lost): answers are not shared, and the "
+        text += f"arm is left out of tuning. Collect it into a store of its own, or name it: --arm {other}"
+        return [Finding("refuse", f"arms {what}", other, None, text, share)]
     if what == "p1":
         much = n >= FEW and exact.clopper_pearson(flips, n)[0] > ARM_FLIPS
         return [Finding("warning" if much else "ok", "arms p1", other, None, text, share)]

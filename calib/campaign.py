@@ -13,13 +13,13 @@ import logging
 import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from calib import audit, passes, staged
 from calib.arms import Arm
 from calib.audit import AuditSummary
-from calib.collect import CollectSummary, in_loop, one_model
+from calib.collect import ArmSummary, CollectSummary, in_loop, one_model
 from calib.collect import collect as collect_all
 from calib.crew import Progress
 from calib.engine.auto import probe
@@ -29,10 +29,11 @@ from calib.engine.pool import EnginePool
 from calib.engine.vllm import VllmEngine
 from calib.errors import CalibError
 from calib.launch import launched, needs_launch
+from calib.outcomes import Outcomes
 from calib.passes import PassReport
 from calib.questions import Question, split_key, split_position, text_hash
 from calib.sampling import place
-from calib.staged import Confirm, StagedSummary
+from calib.staged import Confirm, NothingToStage, StagedSummary
 from calib.store import Store, load_outcomes
 from calib.tuning import Demand
 
@@ -40,6 +41,8 @@ __all__ = ["Campaign", "Options", "collect", "connect", "groups", "run"]
 
 COMPARED = 30
 """Questions on which a decide server is compared with its base model."""
+FEW = 500
+"""Questions up to which a part of the thoughts would say too little on the test side, whatever the stages save."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,9 @@ class Options:
         Questions in flight; an arm may have its own.
     everything : bool
         Whether all questions are thought about by every arm, instead of in stages by the first one.
+    unattended : bool
+        Whether nobody said when to stop. Where more thoughts are cheap (a simulated server, or at most `FEW`
+        questions) the stages then go on to the end, and every arm answers everything: nothing is left to estimate.
     demand : Demand
         Targets that the stages look at between rounds, and the test share.
     pilot : int
@@ -84,6 +90,7 @@ class Options:
     budgets: tuple[int, ...] = (8192,)
     concurrency: int = 32
     everything: bool = False
+    unattended: bool = False
     demand: Demand = field(default_factory=Demand)
     pilot: int = staged.PILOT
     budget_gpu_minutes: float = math.inf
@@ -104,6 +111,7 @@ class Options:
             "budgets": list(self.budgets),
             "concurrency": self.concurrency,
             "everything": self.everything,
+            "unattended": self.unattended,
             "targets": [str(target) for target in self.demand.targets],
             "budget_gpu_minutes": self.budget_gpu_minutes if math.isfinite(self.budget_gpu_minutes) else None,
             "latency_sample": self.latency_sample,
@@ -127,7 +135,7 @@ class Campaign:
     stages : StagedSummary or None
         Of the first arm.
     whole : tuple of CollectSummary
-        With ``everything``, of each group of arms.
+        Of arms that were asked everything.
     passes : tuple of PassReport
     audits : tuple of AuditSummary
     interrupted, simulated : bool
@@ -142,11 +150,17 @@ class Campaign:
     simulated: bool
     warnings: tuple[str, ...]
 
+    @property
+    def arms(self) -> tuple[ArmSummary, ...]:
+        """What each arm's collection came to: by stages, else by asking everything."""
+        staged = () if self.stages is None else (self.stages.arm,)
+        whole = (arm for summary in self.whole for arm in summary.arms)
+        return (*staged, *(arm for arm in whole if arm.arm not in {one.arm for one in staged}))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        arms = [arm for summary in self.whole for arm in summary.to_dict()["arms"]]
         return {
-            "arms": arms if self.stages is None else [self.stages.to_dict()["arm"]],
+            "arms": [arm.to_dict() for arm in self.arms],
             "stages": None if self.stages is None else self.stages.to_dict(),
             "passes": [one.to_dict() for one in self.passes],
             "audits": [one.to_dict() for one in self.audits],
@@ -185,7 +199,7 @@ async def connect(
             elif arm.engine == "vllm":
                 engines.append(VllmEngine(url, **options.vllm, **how))
             else:
-                engines.append(await probe(url, vllm=options.vllm, **how))
+                engines.append(await probe(url, vllm=options.vllm, say=say, **how))
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
@@ -288,6 +302,7 @@ async def collect(
                 break
             async with _opened(group, options, questions, at, say) as engines:
                 await one.group(group, engines)
+                one.heard(engines)
     return one.result()
 
 
@@ -309,6 +324,8 @@ class _Running:
     passes: list[PassReport] = field(default_factory=list)
     audits: list[AuditSummary] = field(default_factory=list)
     declined: bool = False
+    nothing_to_stage: bool = False
+    remarks: list[str] = field(default_factory=list)
 
     async def group(self, arms: Sequence[Arm], engines: Mapping[str, Engine]) -> None:
         """All that is to be had of one group of arms."""
@@ -316,82 +333,136 @@ class _Running:
         self.infos |= {arm: await engine.info() for arm, engine in engines.items()}
         one_model(self.infos)
         if o.everything:
-            for load, names in _by_load(arms, o.concurrency).items():
-                await self._everything({name: engines[name] for name in names}, load)
+            # seconds first, while the questions are new to the servers and to their caches; a simulated server's are
+            # made up, and those of the answers as good
+            if o.latency_concurrency or not all(self.infos[arm.name].simulated for arm in arms):
+                await self._passes(arms, engines)
         elif self.arms[0].name in engines:
             await self._staged(self.arms[0], engines[self.arms[0].name])
         if self.stop.is_set() or self.declined:
             return
-        if o.latency_sample and o.budgets and not o.everything:
-            for arm in arms:
-                self.passes += await passes.collect(
-                    self.questions,
-                    engines,
-                    self.store,
-                    budgets=o.budgets,
-                    concurrencies=self._loads(),
-                    sample=o.latency_sample,
-                    test_share=o.demand.test_share,
-                    answers_at=self.arms[0].concurrency or o.concurrency,
-                    only=[arm.name],
-                    keep_text=o.keep_text,
-                    progress=self.progress,
-                    stop=self.stop,
-                )
-            if self.arms[0].name in engines and not self.stop.is_set():
+        if not (o.everything or self._to_the_end):
+            await self._passes(arms, engines)
+            if self.arms[0].name in engines and o.latency_sample:
                 await self._rest(self.arms[0], engines[self.arms[0].name])
+        else:
+            for load, names in _by_load(arms, o.concurrency).items():
+                await self._everything({name: engines[name] for name in names}, load)
         for arm in arms if o.audit else ():
             if not self.stop.is_set():
                 await self._audit(arm, engines[arm.name])
 
-    def _loads(self) -> tuple[int, ...]:
-        return self.options.latency_concurrency or (self.arms[0].concurrency or self.options.concurrency,)
+    @property
+    def _to_the_end(self) -> bool:
+        """Whether stages are to save nothing: nobody said when to stop, and more thoughts are cheap."""
+        cheap = len(self.questions) <= FEW or all(info.simulated for info in self.infos.values())
+        return self.nothing_to_stage or (self.options.unattended and cheap)
+
+    def _loads(self, arm: Arm) -> tuple[int, ...]:
+        """Loads at which an arm is timed: that of the answers, which is the arm's own where it gives all of them."""
+        o = self.options
+        answers = arm if o.everything else self.arms[0]
+        return o.latency_concurrency or (answers.concurrency or o.concurrency,)
+
+    async def _passes(self, arms: Sequence[Arm], engines: Mapping[str, Engine]) -> None:
+        o = self.options
+        if not (o.latency_sample and o.budgets and self._tune_side(*self.infos.values())):
+            return
+        for arm in arms:
+            if self.stop.is_set():
+                return
+            self.passes += await passes.collect(
+                self.questions,
+                engines,
+                self.store,
+                budgets=o.budgets,
+                concurrencies=self._loads(arm),
+                sample=o.latency_sample,
+                test_share=o.demand.test_share,
+                answers_at=(arm if o.everything else self.arms[0]).concurrency or o.concurrency,
+                only=[arm.name],
+                asked_again=o.everything,
+                keep_text=o.keep_text,
+                progress=self.progress,
+                stop=self.stop,
+            )
+
+    def _tune_side(self, *infos: EngineInfo) -> bool:
+        """Whether the tune side holds a question that can be thought about."""
+        share = self.options.demand.test_share
+        return any(
+            split_position(split_key(question)) >= share and all(info.can_think_about(question) for info in infos)
+            for question in self.questions
+        )
 
     async def _everything(self, engines: Mapping[str, Engine], load: int) -> None:
         o = self.options
         if self.stop.is_set():
             return
-        self.whole.append(
-            await collect_all(
-                self.questions,
-                engines,
-                self.store,
-                budgets=o.budgets,
-                concurrency=load,
-                retry_failed=o.retry_failed,
-                keep_text=o.keep_text,
-                pause_when_waiting=o.pause_when_waiting,
-                progress=self.progress,
-                stop=self.stop,
-            )
-        )
-
-    async def _staged(self, arm: Arm, engine: Engine) -> None:
-        o = self.options
-        share = o.demand.test_share
-        timed = o.latency_sample and not passes.takes_salt(engine)
-        info = self.infos[arm.name]
-        self.stages = await staged.collect(
+        summary = await collect_all(
             self.questions,
-            arm.name,
-            engine,
+            engines,
             self.store,
             budgets=o.budgets,
-            concurrency=arm.concurrency or o.concurrency,
-            demand=o.demand,
-            confirm=self._confirm,
-            budget_gpu_minutes=o.budget_gpu_minutes,
-            pilot=o.pilot,
-            part=o.part,
-            reserved=passes.reserve(self.questions, o.latency_sample, self._loads(), info, test_share=share)
-            if timed
-            else (),
+            concurrency=load,
             retry_failed=o.retry_failed,
             keep_text=o.keep_text,
             pause_when_waiting=o.pause_when_waiting,
             progress=self.progress,
             stop=self.stop,
         )
+        self.whole.append(replace(summary, arms=tuple(map(self._with_passes, summary.arms))))
+
+    def _with_passes(self, arm: ArmSummary) -> ArmSummary:
+        """What a pass of this run has answered was asked, and not there before."""
+        load = next(one for one in self.arms if one.name == arm.arm).concurrency or self.options.concurrency
+        asked = sum(one.timed for one in self.passes if (one.arm, one.concurrency) == (arm.arm, load))
+        asked = min(asked, arm.already) if self.options.everything else 0
+        return replace(arm, asked=arm.asked + asked, already=arm.already - asked)
+
+    async def _staged(self, arm: Arm, engine: Engine) -> None:
+        o = self.options
+        share = o.demand.test_share
+        info = self.infos[arm.name]
+        if not self._tune_side(info):
+            self.nothing_to_stage = True
+            self.say("no question of the tune side can be thought about, so there are no stages: everything is asked")
+            return
+        to_the_end = self._to_the_end
+        if to_the_end:
+            why = "a simulated server's thoughts cost nothing" if info.simulated else "there are few questions"
+            self.say(f"{why}: every one of them is thought about, by every arm (--yes: only while it pays)")
+        timed = o.latency_sample and not passes.takes_salt(engine) and not to_the_end
+        loads = self._loads(arm)
+        try:
+            self.stages = await staged.collect(
+                self.questions,
+                arm.name,
+                engine,
+                self.store,
+                budgets=o.budgets,
+                concurrency=arm.concurrency or o.concurrency,
+                demand=o.demand,
+                confirm=self._confirm,
+                settled=_never if to_the_end else None,
+                budget_gpu_minutes=o.budget_gpu_minutes,
+                pilot=o.pilot,
+                part=o.part,
+                reserved=passes.reserve(self.questions, o.latency_sample, loads, info, test_share=share)
+                if timed
+                else (),
+                retry_failed=o.retry_failed,
+                keep_text=o.keep_text,
+                pause_when_waiting=o.pause_when_waiting,
+                progress=self.progress,
+                say=self.say,
+                stop=self.stop,
+            )
+        except NothingToStage as error:
+            if not to_the_end:
+                raise
+            self.nothing_to_stage = True
+            self.say(f"{error}: everything is asked")
 
     def _confirm(self, found: staged.Headroom) -> bool:
         self.declined = self.confirm is not None and not self.confirm(found)
@@ -442,10 +513,16 @@ class _Running:
             )
         )
 
+    def heard(self, engines: Mapping[str, Engine]) -> None:
+        """Keep what the engines have to say of the answers."""
+        for arm, engine in engines.items():
+            if (tell := getattr(engine, "remarks", None)) is not None:
+                self.remarks += [f"arm {arm!r}: {line}" for line in tell()]
+
     def result(self) -> Campaign:
         """What it came to."""
         parts: list[StagedSummary | CollectSummary] = [*self.whole, *([self.stages] if self.stages else [])]
-        found = [text for part in parts for text in part.warnings]
+        found = [*self.remarks, *(text for part in parts for text in part.warnings)]
         found += [
             f"latency pass of {one.arm!r} at {one.concurrency} in flight is {one.state}: {one.note}"
             for one in self.passes
@@ -460,6 +537,10 @@ class _Running:
             simulated=any(info.simulated for info in self.infos.values()),
             warnings=tuple(dict.fromkeys(found)),
         )
+
+
+def _never(_outcomes: Outcomes) -> None:
+    """More thoughts are always worth it."""
 
 
 def _by_load(arms: Iterable[Arm], concurrency: int) -> dict[int, list[str]]:

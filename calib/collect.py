@@ -26,20 +26,23 @@ from calib.crew import Crew, Job, Progress
 from calib.engine.base import Engine, EngineInfo
 from calib.engine.decide import DecideEngine
 from calib.errors import CalibError
+from calib.fitness import REPLACED
 from calib.questions import Question, text_hash
 from calib.sampling import place
-from calib.store import Covered, Store
+from calib.store import AuditAnswer, Covered, Store
 
 __all__ = [
     "ArmSummary",
     "CollectSummary",
     "Plan",
     "Progress",
+    "ServerReplaced",
     "blind",
     "choose",
     "collect",
     "in_loop",
     "in_order",
+    "mark_replaced",
     "one_model",
     "parse_shard",
     "plan_jobs",
@@ -89,6 +92,10 @@ class ArmSummary:
         """Questions per second."""
         return self.asked / self.seconds if self.seconds > 0 else 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self) | {"rate": self.rate}
+
 
 @dataclass(frozen=True)
 class CollectSummary:
@@ -113,7 +120,7 @@ class CollectSummary:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         plain = asdict(self)
-        plain["arms"] = [asdict(arm) | {"rate": arm.rate} for arm in self.arms]
+        plain["arms"] = [arm.to_dict() for arm in self.arms]
         plain["warnings"] = list(self.warnings)
         return plain
 
@@ -264,7 +271,7 @@ async def collect(
     Raises
     ------
     CalibError
-        A server that cannot be asked, arms of different models, a server that is another one at the end, or one that
+        A server that cannot be asked, arms of different models, a server that is another one all at once, or one that
         stopped answering. What was answered is stored.
     """
     ladder = _checked(questions, arms, budgets, concurrency)
@@ -301,12 +308,17 @@ async def collect(
                 progress=progress,
                 already=plan.already + plan.failed_before,
                 brake=brake,
+                check=partial(still_the_same, arm, engine, info),
             )
-            await crew.run(stop, grace)
+            try:
+                await crew.run(stop, grace)
+                if plan.jobs and not stop.is_set():
+                    warnings += await still_the_same(arm, engine, info)
+            except ServerReplaced:
+                await on_disk(mark_replaced, store, fingerprint, arm, crew.unchecked)
+                raise
             if brake is not None and brake.blind:
                 warnings.append(blind(arm))
-            if plan.jobs and not stop.is_set():
-                warnings += await still_the_same(arm, engine, info)
             summaries.append(_summary(arm, info, fingerprint, plan, crew))
             complete = complete and crew.complete
     return CollectSummary(
@@ -372,12 +384,16 @@ def _summary(arm: str, info: EngineInfo, fingerprint: str, plan: Plan, crew: Cre
     )
 
 
+class ServerReplaced(CalibError):  # noqa: N818 - says what was found
+    """The server is another model than it was at the start."""
+
+
 async def still_the_same(arm: str, engine: Engine, before: EngineInfo) -> list[str]:
     """Ask the server again who it is; warnings.
 
     Raises
     ------
-    CalibError
+    ServerReplaced
         It is another model than it was at the start.
     """
     try:
@@ -387,13 +403,19 @@ async def still_the_same(arm: str, engine: Engine, before: EngineInfo) -> list[s
             raise
         return [f"arm {arm!r}: whether the server was the same one to the end is not known: {error}"]
     if after.identity != before.identity:
-        raise CalibError(
-            f"the server of arm {arm!r} was replaced while it was asked ({_difference(before, after)}). The answers of "
-            f"this run are stored under the first one, {before.model!r}, and some may be of the second: "
-            "collect into a new --store",
+        raise ServerReplaced(
+            f"the server of arm {arm!r} was replaced while it was asked ({_difference(before, after)}). Answers since "
+            f"the last look at it are stored under the first one, {before.model!r}, and some may be of the second: "
+            "they are marked, and left out of tuning. Collect into a new --store",
             exit_code=1,
         )
     return []
+
+
+def mark_replaced(store: Store, fingerprint: str, arm: str, questions: Iterable[Question]) -> None:
+    """Mark answers that may be another model's than the one under which they are stored."""
+    rows = [(q, AuditAnswer(q.dataset, q.id, arm, REPLACED, 0, None)) for q in questions]
+    store.add_audits(fingerprint, rows)
 
 
 # --- from the command line --------------------------------------------------------------------------------------------

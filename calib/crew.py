@@ -27,6 +27,8 @@ __all__ = ["Crew", "Job", "Progress", "Record", "Writer"]
 
 _TICK = 0.2
 """Seconds between two calls of ``progress``."""
+CHECK_S = 300.0
+"""Seconds between two looks whether the server is the same one."""
 
 Record: TypeAlias = Answered | Failed
 Write: TypeAlias = Callable[[Sequence[Record]], Awaitable[None]]
@@ -164,11 +166,17 @@ class Crew:
         Holds back new questions while the server has requests waiting.
     gpu_budget_s : float
         No question is begun once the answers took this many seconds of the server (see ``gpu_seconds``).
+    check : callable, optional
+        Called every `CHECK_S` seconds; what it raises ends the collection.
 
     Attributes
     ----------
     done, failed : int
         Questions answered or given up; those of which a part failed.
+    asked, failing : set of (str, str)
+        The same by dataset and id.
+    unchecked : list of Question
+        Those of them that were written since the last ``check`` without an error began.
     gpu_seconds : float
         Estimate of the server's time: seconds of all answers and failures by the number of workers.
     tokens : int
@@ -194,8 +202,12 @@ class Crew:
         pass_number: int = 0,
         brake: Brake | None = None,
         gpu_budget_s: float = math.inf,
+        check: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self.done = self.failed = self.tokens = 0
+        self.asked: set[tuple[str, str]] = set()
+        self.failing: set[tuple[str, str]] = set()
+        self.unchecked: list[Question] = []
         self.gpu_seconds = 0.0
         self.reasons: Counter[str] = Counter()
         self.seconds = 0.0
@@ -210,6 +222,7 @@ class Crew:
         self._pass = pass_number
         self._brake = brake
         self._gpu_budget_s = gpu_budget_s
+        self._check = check
         self._writer = Writer(write)
         self._in_flight = 0
         self._patience = max(20, 2 * concurrency)
@@ -232,28 +245,39 @@ class Crew:
         Raises
         ------
         CalibError
-            The server is gone, or wants another key. What was answered is written.
+            The server is gone, is another one, or wants another key. What was answered is written.
         """
         self._started = time.perf_counter()
         work = asyncio.create_task(self._ask_all(stop))
         writer = asyncio.create_task(self._writer.run())
         ticker = asyncio.create_task(self._tick())
         braking = asyncio.create_task(self._brake.run() if self._brake else _nothing())
+        checking = asyncio.create_task(self._watch())
         stopping = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait({work, writer, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, writer, checking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 await asyncio.wait({work, writer}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (work, ticker, braking, stopping):
+            for task in (work, ticker, braking, checking, stopping):
                 task.cancel()
-            await asyncio.gather(work, ticker, braking, stopping, return_exceptions=True)
+            await asyncio.gather(work, ticker, braking, checking, stopping, return_exceptions=True)
             self._writer.close()
             await writer  # what was answered is written, also when we are cancelled; raises when it cannot be
             self.seconds = time.perf_counter() - self._started
-        if not work.cancelled():
-            work.result()
+        for task in (checking, work):
+            if not task.cancelled():
+                task.result()
         self._report()
+
+    async def _watch(self) -> None:
+        """Look again and again whether the server is the same one; never returns."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if self._check is not None:
+                written = len(self.unchecked)  # those that came while it looked may be another server's
+                await self._check()
+                del self.unchecked[:written]
 
     async def _ask_all(self, stop: asyncio.Event) -> None:
         jobs = iter(self._jobs)
@@ -364,6 +388,12 @@ class Crew:
         self.done += len(questions)
         self.failed += len(reasons)
         self.reasons.update(reasons)
+        for records in questions:
+            question = records[0].question
+            self.unchecked.append(question)
+            self.asked.add((question.dataset, question.id))
+            if any(isinstance(record, Failed) for record in records):
+                self.failing.add((question.dataset, question.id))
         for record in written:
             self.gpu_seconds += _seconds(record) / self._concurrency
             if isinstance(record, Answered) and len(record.answer.tokens):

@@ -1,6 +1,7 @@
 """What the servers of the arms are, and whether they are what the store says: `diagnose`, for ``calib doctor``.
 
-Asks and changes nothing. Leaves to others: what is fit to tune on among the answers (`calib.audit`), how it is shown.
+Asks and changes nothing. Leaves to others: what is fit to tune on among the answers (`calib.audit`, whose findings it
+repeats for the arms that are named), how it is shown.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from calib import audit
 from calib.arms import Arm
+from calib.audit import Finding
 from calib.engine import prometheus
 from calib.engine.auto import probe
 from calib.engine.base import AskFailed, Engine, EngineInfo
@@ -117,6 +120,9 @@ class Diagnosis:
     store : str or None
         Where the store is, without a login.
     models : tuple of StoredModel
+    audits : tuple of Finding
+        What is to be said of the stored answers of these arms, by the model that the servers are, or by every model
+        of the store where no server says what it is. The worst first.
     problems : tuple of str
         What keeps a collection from being right, and what to do.
     notes : tuple of str
@@ -126,6 +132,7 @@ class Diagnosis:
     servers: tuple[ServerReport, ...]
     store: str | None = None
     models: tuple[StoredModel, ...] = ()
+    audits: tuple[Finding, ...] = ()
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -136,7 +143,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"ok": self.ok, **json.loads(json.dumps(asdict(self)))}
+        plain = asdict(self) | {"audits": [finding.to_dict() for finding in self.audits]}
+        return {"ok": self.ok, **json.loads(json.dumps(plain))}
 
 
 async def diagnose(
@@ -178,6 +186,7 @@ async def diagnose(
         servers=servers,
         store=store.location if store is not None else None,
         models=models,
+        audits=() if store is None else tuple(await asyncio.to_thread(_audits, store, arms, servers, models)),
         problems=tuple(problems),
         notes=tuple(_notes(arms, servers, models)),
     )
@@ -291,8 +300,7 @@ def _stored_models(store: Store) -> tuple[StoredModel, ...]:
             simulated=model.simulated,
             arms=tuple(sorted({count.arm for count in model.coverage})),
         )
-        for model in store.status().models
-        if model.coverage  # one that was only registered has answered nothing
+        for model in store.status().answered  # one that was only registered, or failed, says nothing
     )
 
 
@@ -300,6 +308,21 @@ def _compared(server: ServerReport, models: Sequence[StoredModel]) -> ServerRepo
     if server.fingerprint is None or not models:
         return server
     return replace(server, stored=any(model.fingerprint == server.fingerprint for model in models))
+
+
+def _audits(
+    store: Store, arms: Sequence[Arm], servers: Sequence[ServerReport], models: Sequence[StoredModel]
+) -> list[Finding]:
+    """Findings about the stored answers of these arms, and about all arms together."""
+    there = {server.fingerprint for server in servers if server.fingerprint is not None}
+    named = {arm.name for arm in arms}
+    return [
+        finding
+        for model in models
+        if not there or model.fingerprint in there
+        for finding in audit.findings(store, model=model.fingerprint)
+        if finding.arm is None or finding.arm in named
+    ]
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 
 from calib.busyness import counters_of, running
+from calib.collect import ServerReplaced, mark_replaced, still_the_same
 from calib.crew import Progress
 from calib.engine.base import Answer, AskFailed, Engine, EngineInfo, PartlyFailed, ServerBusy
-from calib.engine.prometheus import ServerCounters, between
+from calib.engine.http import UNREACHABLE
+from calib.engine.prometheus import Serving, between
 from calib.errors import CalibError
 from calib.questions import Question, split_key, split_position, text_hash
 from calib.sampling import place
@@ -60,6 +62,9 @@ class PassReport:
         Why it is void, or what could not be checked.
     hit_rate : float
         Share of the prompt tokens that came from the prefix cache; NaN where unknown.
+    acceptance_length, acceptance_length_max, acceptance_share : float
+        Of speculative decoding during the pass: tokens of a step and the most that they could be, share of the drafted
+        tokens that were accepted (at most 1); NaN without.
     seconds, gpu_hours : float
         Wall time and, of it, an estimate of the server's.
     """
@@ -74,10 +79,15 @@ class PassReport:
     hit_rate: float
     seconds: float
     gpu_hours: float
+    acceptance_length: float = math.nan
+    acceptance_length_max: float = math.nan
+    acceptance_share: float = math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self) | {"hit_rate": self.hit_rate if math.isfinite(self.hit_rate) else None}
+        """Plain values for JSON; None for what is not known."""
+        plain = asdict(self)
+        unknown = {name for name, value in plain.items() if isinstance(value, float) and math.isnan(value)}
+        return plain | dict.fromkeys(unknown)
 
 
 def takes_salt(engine: Engine) -> bool:
@@ -137,6 +147,7 @@ async def collect(
     answers_at: int | None = None,
     only: Sequence[str] | None = None,
     again: bool = False,
+    asked_again: bool = False,
     keep_text: bool = True,
     progress: Callable[[Progress], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -166,6 +177,8 @@ async def collect(
         Arms to time; all by default.
     again : bool
         Whether to make a new pass where one is done.
+    asked_again : bool
+        Whether the questions will be asked once more, so that one that fails here need not be kept as a failure.
     keep_text, progress, stop
         See `calib.collect.collect`.
     patience_s, poll_s : float
@@ -174,7 +187,8 @@ async def collect(
     Raises
     ------
     CalibError
-        A sample or a load below 1, no budget, an unknown arm, or a server that cannot be asked.
+        A sample or a load below 1, no budget, an unknown arm, or a server that cannot be asked or stopped answering.
+        What was answered is stored, and the same call goes on.
     """
     ladder = tuple(sorted(set(budgets)))
     if sample < 1 or not concurrencies or min(concurrencies) < 1 or not ladder or ladder[0] < 1:
@@ -199,11 +213,13 @@ async def collect(
             if stop.is_set():
                 return reports
             one = _Pass(
-                arm, arms, store, fingerprint, ladder, concurrency, stop, keep_text, progress, patience_s, poll_s
+                *(arm, arms, store, fingerprint, ladder, concurrency, stop, asked_again, keep_text, progress),
+                *(patience_s, poll_s),
             )
             report = await one.run(there, sample, answers_at, again=again)
             if report is not None:
                 reports.append(report)
+                await one.end(infos[arm])
     return reports
 
 
@@ -218,6 +234,7 @@ class _Pass:
     ladder: tuple[int, ...]
     concurrency: int
     stop: asyncio.Event
+    asked_again: bool
     keep_text: bool
     progress: Callable[[Progress], None] | None
     patience_s: float
@@ -226,6 +243,8 @@ class _Pass:
     timed: int = 0
     failed: int = 0
     busy_s: float = 0.0
+    silent: int = 0
+    written: list[Question] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     disturbed: str = ""
 
@@ -264,14 +283,27 @@ class _Pass:
         unfinished = self.stop.is_set() and self.timed + self.failed < len(measured)
         state: PassState = "void" if self.disturbed else "open" if unfinished else "done"
         note = "; ".join([*([self.disturbed] if self.disturbed else []), *dict.fromkeys(self.notes)])
-        hit_rate = _hit_rate(before, after)
+        served = None if before is None or after is None else between(before, after)
+        hit_rate = math.nan if served is None else served.prefix_hit_rate
         known = None if math.isnan(hit_rate) else hit_rate
         row = LatencyPass(self.arm, self.concurrency, self.number, state, note, known)
         await asyncio.to_thread(self.store.set_pass, self.fingerprint, row)
         hours = self.busy_s / self.concurrency / 3600
+        speculation = () if served is None else _speculation(served)
         return PassReport(
-            self.arm, self.concurrency, self.number, state, self.timed, self.failed, note, hit_rate, seconds, hours
+            *(self.arm, self.concurrency, self.number, state, self.timed, self.failed, note, hit_rate, seconds, hours),
+            *speculation,
         )
+
+    async def end(self, info: EngineInfo) -> None:
+        """See that the server is the one that it was; else the pass is void and its answers are marked."""
+        try:
+            await still_the_same(self.arm, self.engine, info)
+        except ServerReplaced:
+            row = LatencyPass(self.arm, self.concurrency, self.number, "void", "the server was replaced", None)
+            await asyncio.to_thread(self.store.set_pass, self.fingerprint, row)
+            await asyncio.to_thread(mark_replaced, self.store, self.fingerprint, self.arm, self.written)
+            raise
 
     # --- which questions ---
 
@@ -369,6 +401,7 @@ class _Pass:
                 if over.is_set() or self.stop.is_set():
                     return
                 record = await self._ask(question)
+                self._bear(record)
                 if not counts:
                     continue
                 await self._keep(record, storing[_name(question)])
@@ -422,7 +455,9 @@ class _Pass:
         if isinstance(record, Failed):
             self.failed += 1
             self.busy_s += 0.0 if math.isnan(record.seconds) else record.seconds
-            if not store_answer:  # as a failure it would stand for an answer that nobody asked for at this load
+            # as a failure it would stand for an answer that nobody asked for at this load, or that comes yet; and a
+            # server that cannot be reached says nothing of the question
+            if not store_answer or self.asked_again or record.reason in UNREACHABLE:
                 self.notes.append("questions failed and are not among its seconds")
                 return
         else:
@@ -432,6 +467,18 @@ class _Pass:
             )
         write = partial(self.store.write, keep_text=self.keep_text, timings_only=not store_answer)
         await asyncio.to_thread(write, self.fingerprint, [record])
+        self.written.append(record.question)
+
+    def _bear(self, record: Answered | Failed) -> None:
+        """Give up on a server that many questions in a row could not reach."""
+        self.silent = self.silent + 1 if isinstance(record, Failed) and record.reason in UNREACHABLE else 0
+        if isinstance(record, Failed) and self.silent >= max(20, 2 * self.concurrency):
+            raise CalibError(
+                f"arm {self.arm!r}: the server is gone. {self.silent} questions in a row got no answer, the last one: "
+                f"{record.reason}, {record.detail}. What was answered is stored. See the server's log, start it again, "
+                "and give the same command",
+                exit_code=1,
+            )
 
     def _report(self, done: int, total: int, elapsed: float) -> None:
         if self.progress is None:
@@ -456,8 +503,8 @@ class _Pass:
         )
 
 
-def _hit_rate(before: ServerCounters | None, after: ServerCounters | None) -> float:
-    return math.nan if before is None or after is None else between(before, after).prefix_hit_rate
+def _speculation(served: Serving) -> tuple[float, float, float]:
+    return served.acceptance_length, served.acceptance_length_max, served.acceptance_share
 
 
 def _name(question: Question) -> Name:

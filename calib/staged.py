@@ -13,6 +13,7 @@ Leaves to others: asking (`calib.crew`), the whole of everything (`calib.collect
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +26,25 @@ from numpy.typing import NDArray
 
 from calib import intervals, metrics
 from calib.busyness import Brake
-from calib.collect import GRACE, ArmSummary, blind, in_order, plan_jobs, still_the_same
+from calib.collect import (
+    GRACE,
+    ArmSummary,
+    ServerReplaced,
+    blind,
+    in_order,
+    mark_replaced,
+    plan_jobs,
+    still_the_same,
+)
 from calib.crew import Crew, Job, Progress
 from calib.engine.base import Engine, EngineInfo
 from calib.errors import CalibError
+from calib.fitness import LOW_MASS
 from calib.optimise import optimum
 from calib.outcomes import Outcomes
-from calib.policy import Policy, confidence, evaluate
+from calib.policy import Policy, confidence
 from calib.questions import Question, split_key, split_position, text_hash
+from calib.regret import regrets
 from calib.sampling import allocate, bands, place
 from calib.store import Covered, Planned, Store, load_outcomes
 from calib.tuning import Demand, Ledger, tune
@@ -40,6 +52,7 @@ from calib.why import USELESS_AUC, ranking_auc
 
 __all__ = [
     "Headroom",
+    "NothingToStage",
     "Round",
     "Settled",
     "StagedSummary",
@@ -54,16 +67,25 @@ __all__ = [
 PILOT = 100
 """Thoughts before the question whether to go on."""
 TEST_SHARE = 0.3
-GROWTH, LEAST_ROUND = 0.5, 50
-"""A round adds half of the thoughts that are there: few rounds, so that few looks at the test side are paid for."""
+GROWTH, GROWTH_WITH_TARGETS, LEAST_ROUND = 0.25, 0.5, 50
+"""What a round adds to the thoughts that are there. With targets rounds are few, so that few looks at the test side are
+paid for."""
 CONFIDENT_SHARE = 0.1
 """Share of a round that goes evenly over all bands, the very confident ones too: a gate may be wrong there."""
-NOISE, LEAST_JUDGED = 0.0025, 350
-"""Without targets: expected loss of the objective by sampling noise at which more thoughts are not worth it, and the
-thoughts of the tune side below which that is not judged, since a few may agree by chance."""
-REPLICATES = 12
+ENOUGH, SURE, LEAST_JUDGED = 0.005, 0.9, 150
+"""Without targets: what more thoughts may still win of the objective, 0 to 1, when the stages end; how sure that has to
+be; and the thoughts of the tune side below which it is not judged, since a stratum then has one or two."""
+SHOWN = 12
+"""Datasets of which each is told by itself what System 1 does there; of more only all together."""
 PASS = 1
 """Number of the timings of the rounds: newer than those of System 1 alone, where nothing else kept the server busy."""
+
+log = logging.getLogger(__name__)
+
+_NOTHING = (
+    "System 1 answered no question of the tune side that can be thought about, so there is nothing to choose from "
+    "(calib status says what failed; --all asks everything all the same)"
+)
 
 T = TypeVar("T")
 Floats = NDArray[np.float64]
@@ -72,6 +94,10 @@ _Stratum = tuple[str, int, bool]
 Confirm = Callable[["Headroom"], bool]
 Settled = Callable[[Outcomes], str | None]
 """Asked between rounds: why no more thoughts are needed, or None."""
+
+
+class NothingToStage(CalibError):  # noqa: N818 - says what was found
+    """No question of the tune side has an answer of System 1 and can be thought about."""
 
 
 # --- what is found on the way -----------------------------------------------------------------------------------------
@@ -105,6 +131,14 @@ class System1Report:
     def gate_is_useless(self) -> bool:
         """Whether confidence cannot choose what to think about."""
         return not self.auc >= USELESS_AUC
+
+    def __str__(self) -> str:
+        where = "System 1" if self.dataset is None else f"  {self.dataset}"
+        gate = f"{'no gate' if self.gate_is_useless else 'a gate'} (AUC {self.auc:.2f})"
+        said = f"{where}: {self.accuracy:.1%} right on {self.n} questions; its confidence is {gate}"
+        if self.label_mass < LOW_MASS:
+            said += f"; its letter is forced (median label mass {self.label_mass:.2g}), and may mean little"
+        return said
 
 
 def system1_report(outcomes: Outcomes) -> tuple[System1Report, ...]:
@@ -162,12 +196,9 @@ class Headroom:
 
     def lines(self) -> list[str]:
         """The report in words, a line for each fact."""
-        first = self.system1[0]
-        gate = "no gate" if first.gate_is_useless else "a gate"
         hours = "unknown" if math.isnan(self.gpu_hours) else f"about {self.gpu_hours:.2g} GPU hours (estimate)"
         return [
-            f"System 1: {first.accuracy:.1%} right on {first.n} questions; its confidence is {gate} "
-            f"(AUC {first.auc:.2f})",
+            str(self.system1[0]),
             f"thinking about all ({self.thoughts} tried) adds {100 * self.gain[0]:+.1f} points ({_span(self.gain)})",
             f"no policy can add more than {100 * self.reachable[0]:.1f} points ({_span(self.reachable)})",
             f"a thought takes {self.tokens:.0f} tokens and {self.seconds:.3g} s in the mean; "
@@ -315,23 +346,27 @@ def _plain(value: Any) -> Any:
 # --- when it is enough ------------------------------------------------------------------------------------------------
 
 
-def verdict(demand: Demand, *, ledger: Ledger | None = None, seed: int = 0) -> Settled:
+def verdict(demand: Demand, system1: Outcomes, *, ledger: Ledger | None = None, seed: int = 0) -> Settled:
     """A judge that stops once more thoughts cannot change what ``calib optimize`` says.
 
     With targets: certified; or twice in a row not met, on held-out questions that say "never at this rate". Each look
     at the test side is entered in the ledger, and the certificate pays for all of them. Without targets: the policy is
-    as good as the best one but for `NOISE`, in the mean over resamples of the tune side. Never before the test side
-    holds a thought.
+    within `ENOUGH` of the best one that all thoughts would give, with the probability `SURE` (`calib.regret`), in the
+    mean of this look and the one before, since a single one may be lucky. Never before the test side holds a thought.
 
     Parameters
     ----------
     demand : Demand
+    system1 : Outcomes
+        All questions; nothing of System 2 is read.
     ledger : callable, optional
         Of the store, see `calib.store.Store.record_look`.
     seed : int
-        Of the resamples.
+        Of what is filled in for thoughts that are not there.
     """
     hopeless = 0
+    looks: list[float] = []
+    whole = system1.test_mask(demand.test_share)
 
     def judge(outcomes: Outcomes) -> str | None:
         nonlocal hopeless
@@ -342,8 +377,17 @@ def verdict(demand: Demand, *, ledger: Ledger | None = None, seed: int = 0) -> S
             tuned_on = outcomes.take(~test)
             if tuned_on.n < LEAST_JUDGED:
                 return None
-            loss = _noise(tuned_on, demand, np.random.default_rng(seed))
-            return f"more thoughts would win about {100 * loss:.2g} points of the objective" if loss < NOISE else None
+            asked: dict[str, Any] = {
+                "maximize": demand.maximize,
+                "minimize": demand.minimize,
+                "budgets": demand.budgets,
+            }
+            rng = np.random.default_rng(seed)
+            lost = regrets(system1.take(~whole), tuned_on, rng=rng, cost=demand.cost, **asked)
+            looks.append(float(np.quantile(lost, SURE)))
+            most = float(np.mean(looks[-2:]))
+            words = f"more thoughts would win at most {100 * most:.2g} points of the objective ({SURE:.0%} sure)"
+            return words if len(looks) > 1 and most <= ENOUGH else None
         tuned = tune(outcomes, demand, ledger=ledger)
         if tuned.verdict == "certified":
             return "certified"
@@ -352,24 +396,6 @@ def verdict(demand: Demand, *, ledger: Ledger | None = None, seed: int = 0) -> S
         return "not met, and never at this rate" if hopeless > 1 else None
 
     return judge
-
-
-def _noise(tuned_on: Outcomes, demand: Demand, rng: np.random.Generator) -> float:
-    """How much of the objective is lost in the mean by tuning on a sample of this size."""
-    asked: dict[str, Any] = {
-        "maximize": demand.maximize,
-        "minimize": demand.minimize,
-        "cost": demand.cost,
-        "arms": demand.arms,
-        "budgets": demand.budgets,
-    }
-    best = optimum(tuned_on, (), **asked)
-    losses = []
-    for _ in range(REPLICATES):
-        policy = optimum(tuned_on.take(rng.integers(tuned_on.n, size=tuned_on.n)), (), **asked).policy
-        assert policy is not None  # without targets every policy is feasible
-        losses.append(abs(best.objective - float(getattr(evaluate(tuned_on, policy, cost=demand.cost), best.metric))))
-    return float(np.mean(losses))
 
 
 # --- the collection ---------------------------------------------------------------------------------------------------
@@ -394,6 +420,7 @@ async def collect(
     keep_text: bool = True,
     pause_when_waiting: int | None = None,
     progress: Callable[[Progress], None] | None = None,
+    say: Callable[[str], None] = log.info,
     stop: asyncio.Event | None = None,
     grace: float = GRACE,
 ) -> StagedSummary:
@@ -428,6 +455,8 @@ async def collect(
         Left to the latency passes (see `calib.passes.reserve`).
     pause_when_waiting : int, optional
         Begin no question while more requests than that wait on the server.
+    say : callable
+        Gets what System 1 can do, line by line, before the first thought.
     retry_failed, keep_text, progress, stop, grace
         See `calib.collect.collect`.
 
@@ -462,12 +491,13 @@ async def collect(
             keep_text=keep_text,
             pause_when_waiting=pause_when_waiting,
             progress=progress,
+            say=say,
             stop=stop or asyncio.Event(),
             grace=grace,
             gpu_budget_s=60 * budget_gpu_minutes,
             thread=thread,
         )
-        return await staged.run(pilot, confirm, settled or verdict(demand, ledger=store.record_look))
+        return await staged.run(pilot, confirm, settled)
 
 
 @dataclass(eq=False)
@@ -488,6 +518,7 @@ class _Staged:
     keep_text: bool
     pause_when_waiting: int | None
     progress: Callable[[Progress], None] | None
+    say: Callable[[str], None]
     stop: asyncio.Event
     grace: float
     gpu_budget_s: float
@@ -501,22 +532,21 @@ class _Staged:
     tokens: int = 0
     complete: bool = True
     blind: bool = False
+    warnings: list[str] = field(default_factory=list)
+    touched: set[Name] = field(default_factory=set)
+    failing: set[Name] = field(default_factory=set)
 
     async def on_disk(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Run a call of the store in its own thread: the event loop, and with it every clock, runs on."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, partial(call, *args, **options))
 
-    async def run(self, pilot: int, confirm: Confirm | None, settled: Settled) -> StagedSummary:
+    async def run(self, pilot: int, confirm: Confirm | None, settled: Settled | None) -> StagedSummary:
         """All stages."""
         self.by_name = {(q.dataset, q.id): q for q in self.questions}
         await self.on_disk(self.store.add_questions, self.questions, keep_text=self.keep_text)
         self.fingerprint = await self.on_disk(self.store.register_model, self.info)
         ended = await self._stages(pilot, confirm, settled)
-        warnings: list[str] = []
-        if self.summary is not None and self.summary.asked and not self.stop.is_set():
-            warnings += await still_the_same(self.arm, self.engine, self.info)
-        if self.blind:
-            warnings.append(blind(self.arm))
+        warnings = [*self.warnings, *([blind(self.arm)] if self.blind else [])]
         asked = await self._asked()
         assert self.summary is not None
         return StagedSummary(
@@ -533,12 +563,19 @@ class _Staged:
             warnings=tuple(warnings),
         )
 
-    async def _stages(self, pilot: int, confirm: Confirm | None, settled: Settled) -> str:
+    async def _stages(self, pilot: int, confirm: Confirm | None, settled: Settled | None) -> str:
         await self._system1()
         if (over := self._over()) is not None:
             return over
+        if not await self._asked():
+            raise NothingToStage(_NOTHING)
         system1 = await self._load(())
+        whole, *each = system1_report(system1)
+        for report in (whole, *(each if 1 < len(each) <= SHOWN else ())):
+            self.say(str(report))
         await self._plan(system1)
+        settled = settled or verdict(self.demand, system1, ledger=self.store.record_look)
+        growth = GROWTH_WITH_TARGETS if self.demand.targets else GROWTH
         await self._ask_chosen("going on")
         if not await self._chosen_rounds():
             await self._round(None, pilot, "pilot")
@@ -561,7 +598,7 @@ class _Staged:
             if (reason := await asyncio.to_thread(settled, outcomes)) is not None:
                 return reason
             tuned_on = outcomes.take(~outcomes.test_mask(self.demand.test_share))
-            extra = max(LEAST_ROUND, math.ceil(GROWTH * tuned_on.n))
+            extra = max(LEAST_ROUND, math.ceil(growth * tuned_on.n))
             number = len(await self._chosen_rounds()) + 1
             await self._round(tuned_on, extra, f"round {number}")
             outcomes = await self._load(self.ladder)
@@ -585,10 +622,7 @@ class _Staged:
         """Enter the strata of questions that have an answer of System 1."""
         rows = strata(self.questions, system1, test_share=self.demand.test_share, part=self.part)
         if all(row.test for row in rows):
-            raise CalibError(
-                "System 1 answered no question of the tune side that can be thought about: nothing to choose from. "
-                "calib status says what failed; few questions, or score questions alone, are collected by --all"
-            )
+            raise NothingToStage(_NOTHING)
         await self.on_disk(self.store.plan, self.fingerprint, rows)
 
     async def _round(self, tuned_on: Outcomes | None, extra: int, stage: str) -> None:
@@ -635,9 +669,17 @@ class _Staged:
             pass_number=pass_number,
             brake=brake,
             gpu_budget_s=self.gpu_budget_s - self.gpu_seconds,
+            check=partial(still_the_same, self.arm, self.engine, self.info),
         )
         if jobs:
-            await crew.run(self.stop, self.grace)
+            try:
+                await crew.run(self.stop, self.grace)
+                if not self.stop.is_set():
+                    self.warnings = await still_the_same(self.arm, self.engine, self.info)
+            except ServerReplaced:
+                unchecked = list(crew.unchecked)
+                await self.on_disk(mark_replaced, self.store, self.fingerprint, self.arm, unchecked)
+                raise
         self.blind = self.blind or (brake is not None and brake.blind)
         return crew
 
@@ -645,6 +687,8 @@ class _Staged:
         self.gpu_seconds += crew.gpu_seconds
         self.tokens += crew.tokens
         self.complete = self.complete and crew.complete
+        self.touched |= crew.asked
+        self.failing |= crew.failing
         before = self.summary or ArmSummary(self.arm, self.info.model, self.fingerprint, 0, 0, {}, 0, 0, 0.0)
         reasons = dict(before.reasons)
         for reason, count in crew.reasons.items():
@@ -653,8 +697,8 @@ class _Staged:
             arm=self.arm,
             model=self.info.model,
             fingerprint=self.fingerprint,
-            asked=before.asked + crew.done,
-            failed=before.failed + crew.failed,
+            asked=len(self.touched),
+            failed=len(self.failing),
             reasons=reasons,
             already=before.already + already,
             failed_before=before.failed_before + failed_before,

@@ -16,6 +16,7 @@ from calib.collect import collect as collect_all
 from calib.engine.base import AskFailed
 from calib.errors import CalibError
 from calib.outcomes import Outcomes
+from calib.policy import Policy, Route
 from calib.questions import Question
 from calib.store import AuditAnswer, FailureCount, LatencyPass, Store, StoredAnswer, load_outcomes
 from tests.misbehaving import questions, truth
@@ -143,6 +144,29 @@ def test_a_gate_among_what_is_noise_is_refused() -> None:
     assert audit.gate_precision(o, 1.1, floor).level == "ok"  # no gate
 
 
+def test_a_floor_of_a_few_pairs_is_none() -> None:
+    o = outcomes(100, p1=np.tile([0.9, 0.1], (100, 1)))
+    assert audit.gate_precision(o, 0.9, Floor("base", 3, 0.3, 0.3, 0)).level == "note"
+
+
+def test_answers_of_a_server_that_was_replaced_are_counted_by_arm() -> None:
+    marks = [extra(i, "replaced") for i in range(3)] + [
+        extra(5, "replaced", arm="mtp"),
+        extra(1, "load", p1=(0.8, 0.2)),
+    ]
+    found = audit.same_server(marks)
+    assert [(f.level, f.arm, f.value) for f in found] == [("refuse", "base", 3.0), ("refuse", "mtp", 1.0)]
+    assert audit.same_server(marks[-1:]) == []
+
+
+def test_single_answers_with_a_low_mass_are_counted() -> None:
+    mass = np.tile([0.9, 0.9, 0.9], (10, 1))
+    mass[[2, 5], 0] = 0.1
+    found = audit.label_mass(outcomes(label_mass=mass))
+    assert ("note", pytest.approx(0.2)) in only(found, "label mass")
+    assert any("2 questions have less than 0.5" in f.text for f in found)
+
+
 def test_arms_agree_on_p1() -> None:
     same = [row(i) for i in range(100)] + [row(i, "mtp", p1=(0.79, 0.21)) for i in range(100)]
     assert only(audit.arms_agree(same), "arms p1") == [("ok", 0.0)]
@@ -267,10 +291,19 @@ async def test_the_worst_comes_first_and_the_gate_of_a_policy_is_looked_at(store
     engine = ScriptedEngine(p1=lambda q: truth(q.question, 4)[0], p2=lambda q, _: truth(q.question, 4)[1])
     for concurrency in (4, 2):  # answers do not hang on the load, so none has to be named
         await collect_all(questions(40), {"base": engine}, store, budgets=(600,), concurrency=concurrency)
-    found = audit.findings(store, threshold=0.8)
+    found = audit.findings(store)
     order = ["refuse", "warning", "note", "ok"]
     assert [f.level for f in found] == sorted((f.level for f in found), key=order.index)
-    assert only(found, "gate") == [("note", pytest.approx(NAN, nan_ok=True))]
     assert only(found, "budget") == [("ok", 0.0)]
+
+    def gates(**policy: object) -> list[tuple[str, float]]:
+        said = audit.look(store, load_outcomes(store, concurrency=4))
+        return only(said.gates(Policy(**({"threshold": 0.8, "mix": 0.5, "think_budget": 600} | policy))), "gate")
+
+    assert gates() == [("note", pytest.approx(NAN, nan_ok=True))]
     await audit.collect(questions(40), "base", engine, store, sample=40)
-    assert only(audit.findings(store, threshold=0.8), "gate") == [("ok", 0.0)]
+    assert gates() == [("ok", 0.0)]
+    assert gates(arm="mtp") == [("ok", 0.0)]  # what was not asked again repeats no better than what was
+    assert gates(routes={"dataset=small": Route(0.7)}) == [("ok", 0.0)]
+    for no_gate in ({"threshold": 0.0}, {"threshold": 1.1}, {"confidence": "margin"}):
+        assert gates(**no_gate) == []

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from calib.staged import Headroom
 from calib.store import Store, load_outcomes
 from calib.target import parse_targets
 from calib.tuning import Demand
-from tests.misbehaving import MisbehavingServer, questions
+from tests.misbehaving import MisbehavingServer, questions, status
 from tests.postgres import postgres, postgres_server  # noqa: F401 - fixtures
 from tests.test_engine_ladder import DecideLike
 from tests.test_engine_ladder import questions as ladder_questions
@@ -120,9 +121,118 @@ async def test_everything_by_every_arm(store: Store) -> None:
         found = await collected(store, arms, ASKED[:30], Options(**(vars(QUICK) | {"everything": True})))
         assert found.stages is None
         assert [(arm.arm, arm.asked) for summary in found.whole for arm in summary.arms] == [("base", 30), ("mtp", 30)]
-        assert found.passes == ()
+        assert [(one.arm, one.concurrency, one.state, one.timed) for one in found.passes] == [
+            ("base", 8, "done", 10),
+            ("mtp", 4, "done", 10),
+        ]
         assert load_outcomes(store, arms=["mtp"]).concurrency.tolist() == [4]
         assert load_outcomes(store, arms=["base"]).unweighted
+        assert not load_outcomes(store).estimated.any()
+        asked = len(base.asked), len(mtp.asked)
+        again = await collected(store, arms, ASKED[:30], Options(**(vars(QUICK) | {"everything": True})))
+        assert [(arm.asked, arm.already) for arm in again.arms] == [(0, 30), (0, 30)]
+        assert (len(base.asked), len(mtp.asked)) == asked
+
+
+async def test_everything_without_a_latency_sample_asks_each_question_once(store: Store) -> None:
+    async with MisbehavingServer() as base:
+        options = Options(**(vars(QUICK) | {"everything": True, "latency_sample": 0}))
+        found = await collected(store, [arm_of("base", base.url)], ASKED[:30], options)
+        assert found.passes == ()
+        # those that did not end at the smaller budget were asked for the larger one first
+        thinking = Counter(body["question"] for body in base.asked if not body.get("system2_only"))
+        assert set(thinking.values()) == {1}
+        assert len(thinking) == 30
+
+
+async def test_a_question_that_fails_in_the_pass_is_asked_once_more(store: Store) -> None:
+    async with MisbehavingServer() as base:
+        options = Options(**(vars(QUICK) | {"everything": True, "retries": 0}))
+        for question in ASKED[:60]:
+            base.faults[question.question] = [status(404)]  # the first request for each
+        found = await collected(store, [arm_of("base", base.url)], ASKED[:60], options)
+        (one,) = found.passes
+        assert (one.timed, one.failed) == (0, 10)
+        # those of the pass, and what kept up its load, were asked before
+        assert found.arms[0].asked == 60
+        assert found.arms[0].failed <= 50
+        assert load_outcomes(store).failed.sum() == 2 * found.arms[0].failed
+
+
+async def test_a_server_that_dies_in_a_pass_costs_no_question(store: Store) -> None:
+    async with MisbehavingServer() as base:
+        options = Options(**(vars(QUICK) | {"everything": True, "retries": 0, "latency_sample": 40}))
+
+        def die(requests: int) -> None:
+            if requests > 12:
+                base.always = [status(503)]
+
+        base.on_request = die
+        with pytest.raises(CalibError, match="the server is gone"):
+            await collected(store, [arm_of("base", base.url)], options=options)
+        assert store.status().models[0].failures == []
+
+
+# --- when nobody says when to stop ------------------------------------------------------------------------------------
+
+
+async def test_few_questions_are_all_asked_by_every_arm_when_nobody_says_when_to_stop(store: Store) -> None:
+    async with MisbehavingServer() as base, MisbehavingServer() as mtp:
+        arms = [arm_of("base", base.url), arm_of("mtp", mtp.url)]
+        said: list[str] = []
+        options = Options(**(vars(QUICK) | {"unattended": True}))
+        found = await collected(store, arms, options=options, say=said.append)
+        assert found.stages is not None
+        assert found.stages.headroom is not None
+        assert found.stages.ended == "every question was thought about"
+        assert [(arm.arm, arm.asked, arm.failed) for arm in found.arms] == [("base", 200, 0), ("mtp", 200, 0)]
+        assert found.passes == ()
+        assert any("few questions" in line for line in said)
+        outcomes = load_outcomes(store)
+        assert (outcomes.n, outcomes.arms, outcomes.unweighted) == (200, ("base", "mtp"), True)
+        assert not outcomes.estimated.any()
+        asked = len(base.asked), len(mtp.asked)
+        again = await collected(store, arms, options=options)
+        assert [(arm.asked, arm.already) for arm in again.arms] == [(0, 200), (0, 200)]
+        assert (len(base.asked), len(mtp.asked)) == asked
+
+
+async def test_many_questions_of_a_real_server_are_thought_about_while_it_pays(store: Store) -> None:
+    async with MisbehavingServer() as base:
+        options = Options(budgets=(300,), concurrency=32, unattended=True, latency_sample=20)
+        demand = Demand(targets=parse_targets(["think_rate<99%"]))  # soon certain
+        found = await collected(store, [arm_of("base", base.url)], questions(700), replace(options, demand=demand))
+        assert found.stages is not None
+        assert found.stages.ended == "certified"
+        assert found.stages.thoughts < 700
+        assert [one.state for one in found.passes] == ["done"]
+
+
+async def test_many_questions_of_a_simulated_server_are_all_asked_too(store: Store) -> None:
+    async with MisbehavingServer(simulated=True) as base:
+        options = Options(budgets=(300,), concurrency=32, unattended=True)
+        found = await collected(store, [arm_of("base", base.url)], questions(700), options)
+        assert found.stages is not None
+        assert (found.stages.thoughts, load_outcomes(store).n) == (700, 700)
+
+
+@pytest.mark.parametrize("kind", ["score", "choice"])
+async def test_without_anything_to_stage_all_is_asked(store: Store, kind: str) -> None:
+    asked = questions(20, kind=kind)
+    async with MisbehavingServer() as base:
+        if kind == "choice":
+            base.always = [status(404)]
+        said: list[str] = []
+        options = Options(**(vars(QUICK) | {"unattended": True, "retries": 0}))
+        found = await collected(store, [arm_of("base", base.url)], asked, options, say=said.append)
+        assert (found.stages, len(found.arms)) == (None, 1)
+        assert any("everything is asked" in line for line in said)
+        if kind == "score":
+            assert load_outcomes(store).n == 20
+        else:
+            assert {one.reason for one in store.status().models[0].failures} == {"http_404"}
+            with pytest.raises(CalibError, match="--all asks everything"):
+                await collected(store, [arm_of("base", base.url)], asked)
 
 
 async def test_several_addresses_share_the_work_of_one_arm(store: Store) -> None:
@@ -160,7 +270,7 @@ async def test_a_target_is_looked_at_between_rounds(store: Store) -> None:
 
 async def test_smaller_budgets_are_read_on_a_base_model_that_gives_the_same_answers(store: Store) -> None:
     asked = ladder_questions(60)
-    options = Options(**(vars(QUICK) | {"budgets": (4, 15, 400), "everything": True}))
+    options = Options(**(vars(QUICK) | {"budgets": (4, 15, 400), "everything": True, "latency_sample": 0}))
     async with DecideLike(DECIDE_PROMPT) as own, DecideLike(DEFAULT_PROMPT) as other:
         for server, verdict in ((own, "read from cuts"), (other, "asked one by one")):
             said: list[str] = []
@@ -188,7 +298,8 @@ async def test_a_decide_server_without_a_base_model_is_asked_quietly(store: Stor
             Options(**(vars(QUICK) | {"everything": True})),
             say=said.append,
         )
-        assert said == []
+        (line,) = said  # what was found at the address, and nothing of a ladder
+        assert "a decide server, protocol jev27-bare-v1, model tiny" in line
         assert {body["think_budget"] for body in base.asked if body["thinking"] == "on"} == {300, 2000}
 
 

@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -456,6 +457,38 @@ async def test_a_server_that_was_replaced_meanwhile_is_told(server: MisbehavingS
     with pytest.raises(CalibError, match="replaced while it was asked") as error:
         await gather(server, store)
     assert error.value.exit_code == 1
+
+
+async def test_answers_since_the_last_look_at_a_replaced_server_are_marked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After ten answers another model answers; a look every few answers finds it and stops."""
+
+    class Changing(ScriptedEngine):
+        changed = False
+
+        async def info(self):
+            info = await super().info()
+            return replace(info, identity={"model": "other"}) if self.changed else info
+
+        async def ask(self, question, budgets, **options):
+            await asyncio.sleep(0.02)
+            self.changed = len(self.asked) >= 10
+            return await super().ask(question, budgets, **options)
+
+    engine = Changing()
+    asked = questions(200, options=3)
+    monkeypatch.setattr("calib.crew.CHECK_S", 0.05)
+    with pytest.raises(CalibError, match="replaced while it was asked.*marked, and left out of tuning"):
+        await collect(asked, {"base": engine}, store, concurrency=2)
+    assert len(engine.asked) < 100  # it stopped in the middle
+    outcomes = load_outcomes(store)
+    marked = outcomes.flaw == "replaced"
+    late = [question.id for question, *_ in engine.asked[10:]]
+    assert set(late) & set(outcomes.ids.tolist()) <= set(outcomes.ids[marked].tolist())
+    assert marked.sum() < outcomes.n  # those before the last good look are the first model's
+    (model,) = store.models()
+    assert [row.audit for row in store.audits(model.fingerprint)] == ["replaced"] * int(marked.sum())
 
 
 async def test_a_threshold_that_was_written_back_meanwhile_is_fine(server: MisbehavingServer, store: Store) -> None:

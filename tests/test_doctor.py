@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from calib.arms import Arm, arm_of
-from calib.collect import collect
+from calib.collect import collect, mark_replaced
 from calib.doctor import diagnose
 from calib.engine.decide import DecideEngine
 from calib.engine.vllm import VllmEngine
@@ -196,6 +196,24 @@ async def test_the_model_of_the_store(store: Store) -> None:
     assert "the store has no answers of arm 'mtp' yet" in found.notes
     assert "the store has answers of arm 'old', which is not asked here" in found.notes
     assert any("one server answers at" in note and "arm 'base' and arm 'mtp'" in note for note in found.notes)
+
+
+async def test_the_audits_of_the_named_arms_are_repeated(store: Store, nowhere: str) -> None:
+    async with MisbehavingServer() as server:
+        await filled(store, server, "base", "old")
+        (model,) = store.models()
+        mark_replaced(store, model.fingerprint, "old", questions(2))
+        found = await diagnose([arm_of("base", server.url)], store)
+        assert {finding.arm for finding in found.audits} == {None, "base"}
+        assert {"budget", "cut", "repeatability", "label mass", "option order"} <= {f.audit for f in found.audits}
+        both = await diagnose([arm_of("base", server.url), arm_of("old", server.url)], store)
+        assert both.audits[0].audit == "same server"  # the worst first
+        assert both.to_dict()["audits"][0]["arm"] == "old"
+        server.info["model"] = "other"
+        assert (await diagnose([arm_of("base", server.url)], store)).audits == ()  # they are another model's
+    off = await diagnose([arm_of("old", nowhere)], store)  # who it is cannot be asked: what the store says of the arm
+    assert off.audits[0].audit == "same server"
+    assert (await diagnose([arm_of("base", nowhere)])).audits == ()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -365,3 +365,22 @@ async def test_a_pool_is_as_busy_as_all_its_servers(servers: list[Metrics]) -> N
     assert await running(pool) == 5
     servers[1].there = False
     assert np.isnan(await running(pool))
+
+
+async def test_a_server_that_is_another_one_after_the_pass_makes_it_void(store: Store) -> None:
+    class Changing(ScriptedEngine):
+        async def info(self) -> EngineInfo:
+            info = await super().info()
+            return replace(info, identity={"model": "other"}) if self.asked else info
+
+        async def ask(self, question: Question, budgets: Sequence[int], **options: bool) -> Answer:
+            await asyncio.sleep(0.001)
+            return await super().ask(question, budgets, **options)
+
+    one = Changing(p1=lambda q: truth(q.question, 4)[0], p2=lambda q, _: truth(q.question, 4)[1])
+    with pytest.raises(CalibError, match="replaced while it was asked"):
+        await passes.collect(ASKED, {"base": one}, store, concurrencies=(2,), sample=20, answers_at=2, **QUICK)
+    (model,) = store.models()
+    (row,) = store.passes(model.fingerprint)
+    assert (row.state, row.note) == ("void", "the server was replaced")
+    assert (load_outcomes(store).flaw == "replaced").all()

@@ -87,6 +87,25 @@ async def test_system1_of_all_then_a_pilot_then_the_question(store: Store) -> No
     json.dumps(summary.to_dict(), allow_nan=False)
 
 
+async def test_what_system1_can_do_is_told_before_any_thought(store: Store) -> None:
+    said: list[str] = []
+    one = engine()
+
+    def say(text: str) -> None:
+        assert not any(budgets for _, budgets, *_ in one.asked)
+        said.append(text)
+
+    await stages(store, engine=one, say=say, confirm=lambda _: False)
+    (line,) = said
+    assert line.startswith("System 1: ")
+    assert "right on 400 questions; its confidence is" in line
+    forced = staged.System1Report("d", 10, 0.5, 0.4, 0.5, 0.01)
+    assert str(forced) == (
+        "  d: 50.0% right on 10 questions; its confidence is no gate (AUC 0.40); its letter is forced "
+        "(median label mass 0.01), and may mean little"
+    )
+
+
 async def test_rounds_go_on_until_it_is_settled_and_resume_without_asking_twice(store: Store) -> None:
     first, one = await stages(store, settled=lambda o: "settled" if o.n > 150 else None)
     assert first.ended == "settled"
@@ -257,6 +276,25 @@ async def test_targets_are_certified_before_all_is_thought_about(store: Store) -
     assert 1 <= looks <= len(summary.rounds)
 
 
+async def test_without_targets_a_lucky_look_is_not_enough(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # what each look finds; half a point, 0.005, in the mean of two is enough
+    looks = iter([0.009, 0.002, 0.003, 0.0])
+    seen: list[int] = []
+
+    def regrets(system1: Outcomes, thought: Outcomes, **_options: object) -> np.ndarray:
+        assert not system1.budgets.size
+        assert not system1.test_mask(0.3).any()
+        seen.append(thought.n)
+        return np.full(10, next(looks))
+
+    monkeypatch.setattr(staged, "regrets", regrets)
+    summary, _ = await stages(store, 600, pilot=160)
+    assert summary.ended == "more thoughts would win at most 0.25 points of the objective (90% sure)"
+    assert len(seen) == 3  # 0.009 and 0.002 are 0.55 points in the mean
+    assert seen[0] > staged.LEAST_JUDGED
+    assert summary.thoughts < 600
+
+
 async def test_a_hopeless_target_ends_it_after_two_rounds_that_say_so(store: Store) -> None:
     demand = Demand(targets=parse_targets(["accuracy>=99%"]), test_share=0.3)
     summary, _ = await stages(store, 600, demand=demand)
@@ -268,6 +306,8 @@ async def test_a_hopeless_target_ends_it_after_two_rounds_that_say_so(store: Sto
 async def test_on_real_recordings_a_third_of_the_tokens_give_a_policy_as_good(
     shared: Path, tmp_path: Path, salt: str
 ) -> None:
+    """Four of the 48 splits of `tests.reports.staged`, whose median is 19 % of the tokens; what is promised is nine of
+    ten within half a point."""
     rows = recorded(shared / "reference" / "h200_base_c128.jsonl.gz")
     with Store.open(tmp_path / "all.db") as whole, Store.open(tmp_path / "staged.db") as part:
         await collect_all(asked(rows, salt), {"base": ReplayEngine(rows)}, whole, budgets=BUDGETS, concurrency=128)
@@ -286,7 +326,7 @@ async def test_on_real_recordings_a_third_of_the_tokens_give_a_policy_as_good(
     tune_side = ~thought.test_mask(0.3)
     near, far = tune_side & (np.abs(sure - from_part.threshold) < 0.1), tune_side & (sure > 0.99)
     assert weight[near].mean() < 0.7 * weight[far].mean()
-    assert far.sum() >= 20
+    assert far.sum() >= 10
     assert math.isfinite(summary.headroom.gpu_hours)
     # what the pilot of 100 thoughts promised holds for all: the truth is inside its intervals
     policy = optimum(all_of_it).policy

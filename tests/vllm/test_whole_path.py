@@ -23,9 +23,9 @@ import aiohttp
 import numpy as np
 import pytest
 
-from calib.export import load_policy_file
 from calib.outcomes import Outcomes
 from calib.policy import decide
+from calib.policyfile import load_policy_file
 from calib.questions import NOUL_OPTIONS, SCORE_LEVELS, Question, write_questions
 from calib.store import Store, load_outcomes
 from tests.vllm.reference import PROMPT, reference_questions
@@ -199,11 +199,8 @@ async def test_what_is_served_is_what_was_tuned(
     both = calib(tmp_path, "optimize", "--test-share", "0", "--trials", "0", "--target", "p90<60s", "--arm", "ngram")
     assert both["policy"]["arm"] == "ngram"
     assert "estimated" in both["marks"]  # 15 of its questions were timed
-    tuned = calib(
-        tmp_path,
-        *("optimize", "--arm", "base", "--test-share", "0", "--trials", "10", "--name", "plain"),
-        *("--target", "think_rate>30%", "--target", "think_rate<70%"),
-    )
+    some = ("--test-share", "0", "--target", "think_rate>30%", "--target", "think_rate<70%")
+    tuned = calib(tmp_path, "optimize", "--arm", "base", "--trials", "10", "--name", "plain", *some)
     assert tuned["verdict"] == "met"
     calib(tmp_path, "export", "plain", "--out", tmp_path / "out")
     policy = load_policy_file(tmp_path / "out" / "policy.json")
@@ -231,3 +228,19 @@ async def test_what_is_served_is_what_was_tuned(
     assert (chosen[same] == expected.p.argmax(axis=1)[same]).all()
     tokens = [answer["thinking"].get("think_tokens", 0) for answer in answers]
     assert np.mean(np.array(tokens) == used * outcomes.tokens[:, outcomes.budget_index(policy.think_budget)]) >= 0.95
+
+    # and again by the second arm, whose thoughts are other ones each time: what does not hang on a thought is the same
+    second = calib(tmp_path, "optimize", "--arm", "ngram", "--trials", "0", "--name", "second", *some)
+    assert (second["verdict"], second["policy"]["arm"]) == ("met", "ngram")
+    calib(tmp_path, "export", "second", "--out", tmp_path / "second" / "out")
+    policy = load_policy_file(tmp_path / "second" / "out" / "policy.json")
+    with gateway(tmp_path / "second", "--upstream", serve(tiny_model, "--speculative"), *asked) as front:
+        answers = await ask(front, questions, thinking="auto")
+    outcomes = offline(tmp_path, questions, "ngram")
+    expected = decide(outcomes, policy)
+    used = np.array([answer["thinking"]["used"] for answer in answers])
+    assert used.tolist() == expected.thinks.tolist()
+    for answer, row in zip(np.array(answers)[~used], expected.p[~used], strict=True):
+        assert answer["probabilities"] == pytest.approx(row[: len(answer["options"])], abs=SAME)
+    tokens = [answer["thinking"]["think_tokens"] for answer in np.array(answers)[used]]
+    assert 0 < max(tokens) <= policy.think_budget  # a model may end its turn in place of any thought
