@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from calib import metrics
 from calib.optimise import Table, optimum, tabulate
@@ -34,6 +35,15 @@ class ConfidenceRow:
     aurc: float
     policy: Policy | None
     score: Evaluation | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "confidence": self.definition,
+            "aurc": self.aurc,
+            "policy": None if self.policy is None else self.policy.to_dict(),
+            "metrics": None if self.score is None else self.score.to_dict(),
+        }
 
 
 def compare_confidences(

@@ -10,48 +10,71 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from calib.target import RATES, Target
+from calib.target import RATES, Target, parse_target
 
 if TYPE_CHECKING:
     from calib.audit import Finding
     from calib.calibrate import Calibration
     from calib.campaign import Campaign
+    from calib.confidences import ConfidenceRow
     from calib.crew import Progress
+    from calib.diff import Difference, MetricChange
     from calib.doctor import Diagnosis
     from calib.export import Export
+    from calib.history import Entry
+    from calib.intervals import Interval
+    from calib.live import Live
     from calib.outcomes import Outcomes
     from calib.policy import Evaluation, Policy
+    from calib.promises import Finding as PromiseFinding
+    from calib.shadow import Prediction
     from calib.staged import Headroom, StagedSummary
     from calib.stages import Stage
     from calib.store import StoreStatus
     from calib.tuning import Tuned
+    from calib.watch import Report
+    from calib.watching import Watched
     from calib.why import WhyRow
 
 __all__ = [
     "ProgressLine",
     "calibration",
+    "calibration_notes",
     "collected",
+    "confidences",
     "confirm_headroom",
     "diagnosis",
+    "difference",
     "duration",
     "echo_json",
     "evaluation",
     "exported",
+    "history",
     "in_unit",
     "latency_hint",
+    "live",
     "number",
     "percent",
     "policy_line",
+    "predicted",
     "printable",
+    "rolled_back",
+    "route_loss",
     "seconds",
     "status",
     "table",
+    "tell_headroom",
     "tuned",
+    "verification_cells",
+    "verified",
     "warn",
+    "watch_changes",
+    "watched",
     "why",
 ]
 
@@ -215,20 +238,33 @@ class ProgressLine:
             notes.append("paused: the server has requests waiting")
         self(label, progress.done, progress.total, progress.rate, progress.eta_s, "; ".join(notes))
 
+    def asking(self, done: int, total: int, failed: int) -> None:
+        """Show how many questions of a verification have their answer."""
+        self("verify", done, total, note=f"{failed} failed" if failed else "")
+
 
 def policy_line(policy: Policy) -> str:
     """One policy in words."""
     if policy.threshold == 0:
         return f"never think ({policy.arm})"
     routes = f", {len(policy.routes)} routes" if policy.routes else ""
+    late = ""
+    if policy.deadline is not None:
+        late = f", deadline {seconds(policy.deadline)}" + (", then System 1" if policy.on_deadline == "system1" else "")
     return (
         f"threshold {policy.threshold:.4g}, mix {policy.mix:.3g}, think_budget {policy.think_budget:,}, "
-        f"arm {policy.arm}{routes}"
+        f"arm {policy.arm}{late}{routes}"
     )
 
 
-def evaluation(policy: Policy, result: Evaluation, marks: Sequence[str], warnings: Sequence[str]) -> None:
-    """Print every metric of one policy, by dataset."""
+def evaluation(
+    policy: Policy,
+    result: Evaluation,
+    marks: Sequence[str],
+    warnings: Sequence[str],
+    closed: Mapping[str, float] | None = None,
+) -> None:
+    """Print every metric of one policy, by dataset, and what its deadline closes."""
     names = {"all": result, **result.by_dataset} if len(result.by_dataset) != 1 else result.by_dataset
     rows = [
         [
@@ -255,10 +291,17 @@ def evaluation(policy: Policy, result: Evaluation, marks: Sequence[str], warning
         _say(f"{result.unanswered} questions without a usable answer of System 2 count as wrong")
     if result.clipped:
         _say(f"{result.clipped} right answers had a probability below 1e-12: NLL clips them there")
+    if closed:
+        _say(_closed(closed))
     if not math.isnan(result.cost):
         _say(f"cost {result.cost:.6g} a question")
     for text in warnings:
         warn(text)
+
+
+def _closed(shares: Mapping[str, float]) -> str:
+    closed, degraded = percent(shares["closed"]), percent(shares["degraded"])
+    return f"the deadline closes the thought of {closed} of the questions; System 1 answers {degraded} in its place"
 
 
 def _marked(marks: Sequence[str]) -> str:
@@ -281,7 +324,12 @@ def latency_hint(outcomes: Outcomes, arm: str, think_budget: int) -> list[str]:
 
 def exported(result: Export) -> None:
     """Print what an export wrote and who must hold each knob."""
-    _say("wrote " + ", ".join(f"{result.folder}/{name}" for name in result.files))
+    shown = ", ".join(str(Path(result.folder, name)) for name in result.files)
+    if result.unchanged:
+        _say(f"unchanged: {shown} say this already; nothing was written")
+    else:
+        _say(f"wrote {shown}")
+        _told_changes(result)
     rows = [[knob.knob, _short(knob.value), knob.holder, knob.how] for knob in result.knobs]
     table(["knob", "value", "held by", "how"], rows, left=4)
     for text in result.warnings:
@@ -297,6 +345,110 @@ def exported(result: Export) -> None:
         )
 
 
+def _told_changes(result: Export) -> None:
+    """What differs from the policy that was there; nothing to say where there was none."""
+    if all(change.now is None for change in result.changes if change.what != "limits"):
+        return
+    knobs = [change for change in result.changes if change.differs]
+    if not knobs:
+        _say("the policy is the one that was there; its evidence or its files are new")
+    for change in knobs:
+        _say(f"  {change.what}: {_short(change.now or '-')} -> {_short(change.chosen or '-')}")
+
+
+def route_loss(lost: Mapping[str, Any] | None) -> list[str]:
+    """What it costs when no request can take the routes of a policy, in lines; none without a loss to tell."""
+    if lost is None:
+        return []
+    if "unknown" in lost:
+        return [f"what the routes are worth cannot be told: {lost['unknown']}"]
+    one, two = lost["with"], lost["without"]
+    parts = [
+        f"accuracy {percent(one['accuracy'])} -> {percent(two['accuracy'])}",
+        f"think rate {percent(one['think_rate'])} -> {percent(two['think_rate'])}",
+        *(f"{name} {seconds(one[name])} -> {seconds(two[name])}" for name in ("p50", "p90", "p99")),
+    ]
+    return [f"all questions under the default policy, without the routes ({lost['n']:,} questions): {', '.join(parts)}"]
+
+
+def live(found: Live) -> None:
+    """Print each knob as a server has it, beside what it should be."""
+    words = {True: "live", False: "NOT LIVE", None: "not known"}
+    rows = [[k.knob, _short(k.wanted), _short(k.there or "-"), words[k.live], k.how] for k in found.knobs]
+    version = "" if found.version is None else f", {found.version}"
+    title = f"{found.url} ({found.what} of {found.running.model}{version})"
+    table(["knob", "wanted", "there", "", "how"], rows, left=5, title=title)
+    for text in found.notes:
+        warn(text)
+    missing = [knob.knob for knob in found.knobs if knob.live is False]
+    unknown = [knob.knob for knob in found.knobs if knob.live is None]
+    if missing:
+        _say(f"NOT LIVE: {', '.join(missing)}")
+    else:
+        _say("live" + (f", as far as it can be told; not known: {', '.join(unknown)}" if unknown else ""))
+
+
+def difference(found: Difference, before: str, after: str) -> None:
+    """Print two policies side by side and what the difference means."""
+    rows = [
+        ["->" if change.differs else "", change.what, _short(change.now or "-"), _short(change.chosen or "-")]
+        for change in found.changes
+    ]
+    _say(f"A: {before}")
+    _say(f"B: {after}")
+    table(["", "", "A", "B"], rows, left=4)
+    if found.metrics:
+        on = "held-out questions" if found.on == "test" else "the tune questions"
+        cells = [
+            [metric.metric, *(_metric(metric.metric, value) for value in (metric.now, metric.chosen)), _step(metric)]
+            for metric in found.metrics
+        ]
+        _say()
+        table([f"on {on}", "A", "B", "B - A"], cells)
+    _say()
+    for text in found.meaning:
+        _say(f"- {text}")
+    for text in found.notes:
+        warn(text)
+
+
+def _metric(metric: str, value: float | None) -> str:
+    return "-" if value is None else in_unit(Target(metric, "<", 0.0), value)
+
+
+def _step(metric: MetricChange) -> str:
+    step = metric.difference
+    return "-" if step is None else ("-" if step < 0 else "+") + apart(Target(metric.metric, "<", 0.0), abs(step))
+
+
+def history(entries: Sequence[Entry], now: Mapping[str, str]) -> None:
+    """Print the states of an export folder, the newest first."""
+    if not entries:
+        _say("no history: nothing was exported there yet")
+        return
+    rows = [
+        [
+            f"{entry.number}{' now' if dict(entry.files) == dict(now) else ''}",
+            entry.at,
+            entry.action,
+            "-" if entry.policy is None else policy_line(entry.policy),
+            entry.note,
+        ]
+        for entry in entries
+    ]
+    table(["entry", "when", "what", "policy", "why"], rows, left=5)
+
+
+def rolled_back(folder: str, wanted: Entry, done: Entry, was: Mapping[str, Any] | None) -> None:
+    """Print what a roll back put back, and what to look out for."""
+    policy = "" if done.policy is None else f": {policy_line(done.policy)}"
+    _say(f"{folder} is as it was in entry {wanted.number}{policy}. Entered as {done.number}: {done.note}")
+    models = [(document or {}).get("model") for document in (was, done.document)]
+    if None not in models and models[0] != models[1]:
+        warn(f"that policy is for {models[1]}, and what was there for {models[0]}: serve the model that it is for")
+    _say("a gateway that serves this file reads it again by itself; the server reads serve.env when it is started")
+
+
 def _short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -308,10 +460,17 @@ def confirm_headroom(headroom: Headroom) -> bool:
     return click.confirm("go on with the thoughts?", default=True, err=True)
 
 
+def tell_headroom(headroom: Headroom) -> bool:
+    """Show the same where nobody can be asked, and go on."""
+    for text in headroom.lines():
+        _say(text, err=True)
+    _say("no terminal to ask on: it goes on (Ctrl-C stops it; --yes goes on only while it pays)", err=True)
+    return True
+
+
 def collected(result: Campaign, store: str) -> None:
     """Print what a collection came to and what to type next."""
-    whole = [arm for summary in result.whole for arm in summary.arms]
-    arms = whole if result.stages is None else [result.stages.arm]
+    arms = result.arms
     rows = [
         [arm.arm, f"{arm.asked:,}", f"{arm.already:,}", f"{arm.failed:,}", f"{arm.rate:,.0f}/s", duration(arm.seconds)]
         for arm in arms
@@ -327,7 +486,11 @@ def collected(result: Campaign, store: str) -> None:
         _stages(result.stages)
     for one in result.passes:
         note = f": {one.note}" if one.note else ""
-        _say(f"latency of {one.arm} at {one.concurrency}: {one.state}, {one.timed} questions{note}")
+        length = ""
+        if not math.isnan(one.acceptance_length):
+            length = f", acceptance length {one.acceptance_length:.2f} of at most {one.acceptance_length_max:.3g}"
+            length += f", {one.acceptance_share:.0%} of at most 100 % of the drafts accepted"
+        _say(f"latency of {one.arm} at {one.concurrency}: {one.state}, {one.timed} questions{length}{note}")
     if result.simulated:
         _say("simulated: no real model answered; the numbers say nothing about a real server")
     for text in result.warnings:
@@ -348,6 +511,8 @@ def _stages(stages: StagedSummary) -> None:
         f"{stages.tokens:,} thinking tokens, about {stages.gpu_hours:.2g} GPU hours (estimate)"
     )
     _say(f"ended: {stages.ended}")
+    if stages.ended == "ended after the pilot":
+        _say("to go on: the same command with --yes, or with --all for every question")
 
 
 def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
@@ -379,15 +544,21 @@ def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
             ]
             table(["arm", "stage", "failure", "questions", "for instance", "last"], rows, left=3)
             _say("ask again with: calib collect ... --retry-failed")
-    if findings:
-        fine = sum(f.level == "ok" for f in findings)
-        told = [f for f in findings if f.level != "ok" and (f.level != "note" or f.dataset is None)]
-        rows = [[f.level, f.audit, f.arm or "-", f.dataset or "-", f.text] for f in told]
-        table(["level", "audit", "arm", "dataset", "finding"], rows, left=5, title="\naudits")
-        rest = len(findings) - fine - len(told)
-        _say(f"{fine} audits are ok" + (f"; {rest} notes on single datasets: calib status --json" if rest else ""))
+    _audits(findings)
     for policy in found.policies:
         _say(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
+
+
+def _audits(findings: Sequence[Finding]) -> None:
+    """What the audits say, but for what is fine and for notes on single datasets."""
+    if not findings:
+        return
+    fine = sum(f.level == "ok" for f in findings)
+    told = [f for f in findings if f.level != "ok" and (f.level != "note" or f.dataset is None)]
+    rows = [[f.level, f.audit, f.arm or "-", f.dataset or "-", f.text] for f in told]
+    table(["level", "audit", "arm", "dataset", "finding"], rows, left=5, title="\naudits")
+    rest = len(findings) - fine - len(told)
+    _say(f"{fine} audits are ok" + (f"; {rest} notes on single datasets: calib status --json" if rest else ""))
 
 
 def tuned(found: Tuned, document: Mapping[str, Any], store: str) -> None:
@@ -424,10 +595,11 @@ def tuned(found: Tuned, document: Mapping[str, Any], store: str) -> None:
                 _say(f"  {test.target}: {test.reason}")
         _say()
     _comparison(found, document)
-    _limits(found, document["study"])
+    _limits(found, document)
     for text in document["warnings"]:
         warn(text)
     kept = [] if store == DEFAULT_STORE else ["--store", store]
+    kept += ["--allow-simulated"] * ("simulated" in document["marks"])
     _say(f"next: {shlex.join(['calib', 'export', document['name'], '--out', 'serve/', *kept])}")
 
 
@@ -478,13 +650,15 @@ def _difference(difference: Mapping[str, Any]) -> str:
     return points if difference["distinguishable"] else points + ", cannot be told apart"
 
 
-def _limits(found: Tuned, study: Mapping[str, Any] | None) -> None:
+def _limits(found: Tuned, document: Mapping[str, Any]) -> None:
     """What the search knows beside the policy: the optimum, the price of each limit, the load."""
     exact = found.best
     unit = Target(exact.metric, "<", 0.0)
     _say(f"best of the data ({exact.method}): {exact.metric} {in_unit(unit, exact.objective)} on the tune questions")
     if not math.isnan(found.margin_cost):
         _say(f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none")
+    _deadline(found, document)
+    study = document["study"]
     if study is not None:
         gap = "" if study["gap"] is None else f", {apart(unit, study['gap'])} short of it"
         best = "nothing feasible" if study["objective"] is None else in_unit(unit, study["objective"])
@@ -498,6 +672,24 @@ def _limits(found: Tuned, study: Mapping[str, Any] | None) -> None:
     if rate is not None:
         shown = "any rate" if math.isinf(rate) else f"{number(rate)} requests/s"
         _say(f"thinking keeps up with {shown} at the collected concurrency")
+
+
+def _deadline(found: Tuned, document: Mapping[str, Any]) -> None:
+    """What a deadline changes, where one was asked for."""
+    if found.without_deadline is None:
+        return
+    without, metric = found.without_deadline, Target(found.best.metric, "<", 0.0)
+    tried = ", ".join(dict.fromkeys(seconds(one.deadline) for one in found.tried)) or "none closes a thought"
+    if found.best.policy is None or found.best.policy.deadline is None:
+        _say(f"no deadline does better (tried: {tried})")
+    elif without.policy is None:
+        _say(f"no policy meets the targets without a deadline (tried: {tried})")
+    else:
+        gain = apart(metric, document["deadline"]["gain"])
+        _say(f"without a deadline: {in_unit(metric, without.objective)}, {gain} worse (tried: {tried})")
+    shares = document["deadline"]["test"] or document["deadline"]["tune"]
+    if shares is not None:
+        _say(_closed(shares))
 
 
 def _nearest(found: Tuned) -> None:
@@ -570,6 +762,7 @@ def diagnosis(found: Diagnosis) -> None:
     table([*columns, "acceptance length", "running / waiting"], rows, left=5)
     for text in found.notes:
         _say(text)
+    _audits(found.audits)
     for text in found.problems:
         warn(text)
     _say("ok" if found.ok else f"{len(found.problems)} problems")
@@ -582,7 +775,6 @@ def calibration(
     n: int,
     *,
     held_out: bool,
-    warnings: Sequence[str],
 ) -> None:
     """Print which steps were kept, and the calibration of each stage before and after."""
     rows = [
@@ -614,6 +806,26 @@ def calibration(
         for (name, one), two in zip(before.items(), after.values(), strict=True)
     ]
     table(["stage", "accuracy", "mean top", "ECE", "Brier", "NLL", "AURC"], shown, title=f"before -> after, on {on}")
+
+
+def confidences(rows: Sequence[ConfidenceRow], n: int) -> None:
+    """Print what the exact optimum reaches with each definition of the confidence."""
+    cells = [
+        [
+            row.definition,
+            number(row.aurc, 4),
+            percent(None if row.score is None else row.score.accuracy),
+            percent(None if row.score is None else row.score.think_rate),
+        ]
+        for row in rows
+    ]
+    _say()
+    title = f"--confidence: the exact optimum with each, on {n:,} tune questions, uncalibrated"
+    table(["confidence", "AURC", "best accuracy", "think rate"], cells, title=title)
+
+
+def calibration_notes(warnings: Sequence[str]) -> None:
+    """Print what to mind of a calibration, and what to type next."""
     for text in warnings:
         warn(text)
     _say("next: calib optimize --calibrate auto --target 'p90<10s'")
@@ -632,3 +844,190 @@ _STAGE_NUMBERS: tuple[Callable[[Stage], float], ...] = (
 def _gain(score: tuple[float, float, float]) -> list[str]:
     without, with_it, bound = score
     return [number(without), number(with_it), "-" if math.isnan(bound) else f"{bound:+.4f}"]
+
+
+def verification_cells(line: Mapping[str, Any]) -> list[str]:
+    """Metric, predicted, measured (each with its interval) and verdict of one line of a verification."""
+    show = seconds if line["metric"] in ("p50", "p90", "p99") else number if line["metric"] == "tokens" else percent
+
+    def cell(part: Mapping[str, Any]) -> str:
+        low, high = part["interval"]
+        text = show(part["value"])
+        return text if low is None and high is None else f"{text} [{show(low)}, {show(high)}]"
+
+    return [line["metric"].replace("_", " "), cell(line["predicted"]), cell(line["measured"]), line["verdict"]]
+
+
+def verified(document: Mapping[str, Any]) -> None:
+    """Print predicted beside measured, whether the targets hold, and what differs."""
+    load = document["load"]
+    at = f"{number(load['rate'])} requests/s" if load["rate"] is not None else f"{load['concurrency']} in flight"
+    _say(
+        f"{document['name']} (version {document['policy_version']}) on arm {document['arm']} at {document['url']}: "
+        f"{document['n']:,} held-out questions, {at}, {duration(document['seconds'])}{_marked(document['marks'])}"
+    )
+    for text in document["warnings"]:
+        warn(text)
+    _say()
+    rows = [verification_cells(line) for line in document["lines"]]
+    table(["", "predicted", "measured", "verdict"], [[*row[:3], row[3]] for row in rows])
+    _say()
+    if document["targets"]:
+        met = {True: "yes", False: "NO", None: "unknown"}
+        rows = [
+            [
+                one["target"],
+                _target_value(one["target"], one["predicted"]),
+                _target_value(one["target"], one["value"]),
+                met[one["met"]],
+                {True: "yes", False: "no", None: "-"}[one["certified"]],
+            ]
+            for one in document["targets"]
+        ]
+        table(["target", "predicted", "measured", "met", "certified by this run"], rows)
+    if document["certificate"] is not None:
+        _say(document["certificate"]["statement"])
+    _obedience(document)
+    _differences(document["differences"], document["n"])
+    verdicts = {"kept": "every target is met", "missed": "a target is missed", "no_targets": "no target to look at"}
+    _say(f"   {verdicts[document['verdict']]}", head=click.style(f"verdict: {document['verdict']}", bold=True))
+
+
+def _target_value(target: str, value: float | None) -> str:
+    return "-" if value is None else in_unit(parse_target(target), value)
+
+
+def _obedience(document: Mapping[str, Any]) -> None:
+    """Budget and deadline, where they are kept; where not, a warning says so."""
+    budget, deadline = document["obedience"]["think_budget"], document["obedience"]["deadline"]
+    if not budget["broken"]:
+        _say(f"think budget: none of {budget['n']:,} thoughts is longer")
+    if deadline is not None and not deadline["broken"]:
+        _say(f"deadline {seconds(deadline['limit'])}: none of {deadline['n']:,} answers came later")
+
+
+def _differences(found: Mapping[str, Any], n: int) -> None:
+    from calib.predicted import REASONS
+
+    if not found["n"]:
+        _say(f"every answer, and every decision to think, is the predicted one ({n:,} questions)")
+        return
+    _say(
+        f"{found['n']:,} of {n:,} decisions are not the predicted ones: {found['answers']:,} other answers, "
+        f"{found['thinking']:,} times thinking instead of not, or the reverse"
+    )
+    for reason, count in found["reasons"].items():
+        first = next((one for one in found["examples"] if one["reason"] == reason), None)
+        instance = f", for instance {first['question']}: {first['detail']}" if first else ""
+        _say(f"  {count:,}: {REASONS[reason]}{instance}")
+
+
+_STATE_STYLE = {"ok": "green", "at_risk": "yellow", "broken": "red"}
+_STATE_WORD = {"ok": "ok", "at_risk": "at risk", "broken": "broken"}
+
+
+def watched(found: Watched) -> None:
+    """Print whether each promise holds, what is shown beside them, and what to do."""
+    report = found.report
+    span = "" if math.isnan(report.first) else f", {_moment(report.first)} to {_moment(report.last)}"
+    source = f"{report.n:,} requests under {found.policy_file} (version {found.version}){span}"
+    _say(f"   {source}", head=click.style(_STATE_WORD[report.state], fg=_STATE_STYLE[report.state], bold=True))
+    for finding in report.findings:
+        _finding(finding)
+    _say()
+    shown = report.shown
+    rows = [
+        ["closed by the deadline", percent(shown["closed"]), percent(shown["closed_promised"])],
+        ["System 1 in place of System 2", percent(shown["degraded"]), percent(shown["degraded_promised"])],
+        ["tokens a request", number(shown["tokens"]), number(shown["tokens_promised"])],
+        ["tokens/s of a thought", number(shown["speed"]), number(shown["speed_promised"])],
+        *([name, seconds(shown[name]), seconds(shown[f"{name}_promised"])] for name in ("p50", "p90", "p99")),
+    ]
+    table(["shown, not tested", "traffic", "questions" + _marked(report.marks)], rows)
+    _mixture(report)
+    _say(report.about)
+    for reason, count in sorted(report.left_out.items()):
+        _say(f"left out: {count:,} requests, {reason}")
+    if found.broken_lines:
+        warn(f"{found.broken_lines:,} lines of the log are no decision")
+    for text in report.advice:
+        _say(f"do: {text}")
+
+
+def watch_changes(before: Report | None, now: Watched, *, as_json: bool) -> None:
+    """Print the promises whose state changed, one line each; nothing at first when all are ok."""
+    from calib.watching import changes
+
+    for finding in changes(before, now.report):
+        if as_json:
+            line = {"at": now.report.last, "requests": now.report.n} | finding.to_dict()
+            click.echo(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False))
+        else:
+            _finding(finding, at=now.report.last)
+    sys.stdout.flush()  # whoever reads the other end of a pipe waits for this line
+
+
+def _finding(finding: PromiseFinding, at: float = math.nan) -> None:
+    when = "" if math.isnan(at) else f"{_moment(at)}  "
+    alarm = "" if finding.alarm is None else f" (broken since request {finding.alarm:,}{_when(finding.alarm_at)})"
+    state = click.style(_STATE_WORD[finding.state].ljust(8), fg=_STATE_STYLE[finding.state])
+    _say(finding.text + alarm, head=f"{when}{state}")
+
+
+def _when(at: float) -> str:
+    return "" if math.isnan(at) else f", {_moment(at)}"
+
+
+def _moment(at: float) -> str:
+    """Unix seconds as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _mixture(report: Report) -> None:
+    """Datasets whose share of the traffic is far from that of the questions."""
+    for name, row in report.datasets.items():
+        share, was = _known(row["share"]), row["share_promised"]
+        if name and was is not None and abs(share - was) >= 0.1:
+            _say(f"{name}: {percent(share)} of the traffic, {percent(was)} of the questions")
+
+
+def predicted(found: Prediction) -> None:
+    """Print what a policy would do on traffic that System 1 alone answered."""
+    _say(f"{policy_line(found.policy)}, on {found.n:,} requests{_marked(found.marks)}")
+    unit = {"think_rate": percent, "cut": percent, "tokens": number}
+    words = {"think_rate": "think rate", "cut": "cut thoughts, of all requests", "tokens": "tokens a request"}
+    rows = []
+    for name, value in found.values.items():
+        shown = unit.get(name, seconds)
+        rows.append([words.get(name, name), shown(value.value), f"{shown(value.low)} to {shown(value.high)}"])
+    table(["predicted", "value", f"interval, {percent(found.level, 0)}"], rows)
+    if not math.isnan(found.rate):
+        needs = [
+            ["requests/s", number(found.rate), "", number(found.peak), ""],
+            ["thinking tokens/s", *_between(found.tokens_per_second), *_between(found.tokens_per_second_peak)],
+            ["requests in flight", *_between(found.in_flight), *_between(found.in_flight_peak)],
+            ["servers like the collected one", *_between(found.servers), *_between(found.servers_peak)],
+        ]
+        _say()
+        table(["needed", "all the time", "interval", "busiest minute", "interval"], needs)
+    bands = [
+        [
+            f"{band.low:.3f} to {band.high:.3f}",
+            percent(band.traffic),
+            percent(band.collected),
+            f"{band.n:,}" + (" (none thought)" if band.borrowed else ""),
+            percent(band.thinks),
+        ]
+        for band in found.bands
+    ]
+    _say()
+    table(["confidence", "traffic", "questions", "n", "think"], bands)
+    _say(f"both distributions differ by {percent(found.distance)}; seconds are those of the collected load")
+    for text in found.warnings:
+        warn(text)
+
+
+def _between(interval: Interval) -> tuple[str, str]:
+    """A value and its interval as two cells."""
+    value, low, high = interval
+    return number(value), "-" if _unknown(value) else f"{number(low)} to {number(high)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,17 @@ from calib import workspace
 from calib.dashboard import Settings, is_loopback, run_app
 from calib.engine.base import Answer, EngineInfo
 from calib.errors import CalibError
-from calib.export import load_policy_file
+from calib.export import export
 from calib.history import ConfigFolder
 from calib.policy import Policy, evaluate
+from calib.policyfile import load_policy_file
 from calib.questions import Question
 from calib.resources import find
 from calib.show import percent
 from calib.store import Answered, Store, load_outcomes
 from calib.tuning import split_identity
 from calib.view import GROUPS
-from tests.appstore import made_up_store, newer, simulated_store
+from tests.appstore import made_up_store, newer, simulated_store, verification
 
 PAGES = ("overview", "explore", "frontier", "questions", "studies", "writeback")
 
@@ -358,7 +360,7 @@ def test_the_folder_field_does_not_lead_out(store, open_app, tmp_path):
 
 def test_read_only_hides_all_that_writes(store, open_app, tmp_path):
     root = tmp_path / "serve"
-    ConfigFolder(root).write(_document(store), "before")
+    export(_document(store), root, note="before", allow_simulated=True)
     before = sorted(p.name for p in root.rglob("*"))
     app = open_app(store, "writeback", {"t": "0.2", "limits": "p90<20s"}, config_dir=str(root), read_only=True)
     assert not {button.key for button in app.button} & {"write", "certify", "back-1"}
@@ -485,6 +487,70 @@ def test_several_loads_are_chosen_from(open_app, tmp_path):
     app = open_app(path, "explore", {"load": "4"})
     assert app.selectbox(key="w_load").value == 4
     assert app.session_state["bench"].outcomes.concurrency.tolist() == [4]
+
+
+# --- predicted beside measured ----------------------------------------------------------------------------------------
+
+
+def test_the_last_run_of_verify_under_this_policy_is_shown(store, open_app):
+    with Store.open(store) as opened:
+        document = opened.policy("best")
+        opened.add_verification(verification(document, at="2026-01-01T00:00:00.000+00:00"))
+        opened.add_verification(verification(document))
+        opened.add_verification(
+            verification({"policy": document["policy"] | {"threshold": 0.123}}, url="http://other:1")
+        )
+    app = open_app(store)
+    text = said(app)
+    assert "Predicted beside measured" in [header.value for header in app.subheader]
+    assert (
+        ":red-badge[missed] 2026-02-03 04:05 UTC, 142 held-out questions at http://127.0.0.1:8080, 2 requests/s" in text
+    )
+    assert "not certified: p90<10s is missed" in text
+    assert "The last of 2 runs of calib verify under this policy." in text
+    (shown,) = (frame.value for frame in app.dataframe if "verdict" in frame.value.columns)
+    assert shown["measured [interval]"].tolist() == ["80.0 % [70.0 %, 90.0 %]", "11.20 s [10.00 s, 12.00 s]"]
+
+
+def test_without_a_run_nothing_stands_beside_the_prediction(store, open_app):
+    app = open_app(store)
+    assert "Predicted beside measured" not in [header.value for header in app.subheader]
+
+
+def _as_version(path: Path, version: int) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE verifications")
+        if version < 3:
+            connection.execute("ALTER TABLE models DROP COLUMN thinks_about_scores")
+        connection.execute("UPDATE calib_schema SET version = ?", (version,))
+    connection.close()  # the last one that closes writes the journal into the file
+
+
+def _version(path: Path) -> int:
+    with sqlite3.connect(path) as connection:
+        (found,) = connection.execute("SELECT version FROM calib_schema").fetchone()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_read_only_dashboard_leaves_an_older_store_as_it_is(store, open_app, page):
+    _as_version(store, 3)
+    before = store.read_bytes()
+    app = open_app(store, page, read_only=True)
+    assert [error.value for error in app.error] == []
+    assert store.read_bytes() == before
+    assert _version(store) == 3
+
+
+def test_a_store_too_old_to_be_read_as_it_is_says_what_to_type(store, open_app):
+    _as_version(store, 2)
+    app = open_app(store, read_only=True)
+    assert "calib status --store" in said(app)
+    assert not app.metric
+    assert _version(store) == 2
+    workspace.snapshot(str(store))  # a dashboard that may write brings it up to date
+    assert _version(store) == 4
 
 
 # --- who may come in --------------------------------------------------------------------------------------------------

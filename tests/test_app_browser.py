@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from calib.export import load_policy_file
 from calib.history import ConfigFolder
+from calib.policyfile import load_policy_file
 from tests.appstore import simulated_store
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
@@ -127,7 +127,7 @@ def test_from_the_first_page_to_the_written_config_and_back(window):
 
     # a slider: the URL, the number beside it and the mark in the figure follow
     window.go("Explore")
-    page.locator(".js-plotly-plot").nth(3).wait_for()
+    page.locator(".js-plotly-plot").nth(1).wait_for()
     before = window.knob("t")
     slider = page.get_by_role("slider", name="Threshold")
     slider.focus()

@@ -170,6 +170,11 @@ def test_estimated_latency_is_met_and_never_certified():
     certificate = run(o, o, P90)
     assert certificate.verdict == "met"
     assert certificate.marks == ("estimated",)
+    # a policy that never thinks waits for System 1 alone, whose seconds were measured
+    never = run(o, o, P90, [Policy(0.0, 0.5, 100)])
+    assert (never.verdict, never.marks) == ("certified", ())
+    measured_thoughts = replace(o, estimated=np.array([[True, False]]))
+    assert run(measured_thoughts, measured_thoughts, P90, [Policy(0.0, 0.5, 100)]).verdict == "met"
 
 
 def test_unknown_latency_is_not_met():

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from calib.cli import cli
 from calib.engine.simulated import load_profile
-from calib.export import load_policy_file
+from calib.policyfile import load_policy_file
 
 
 def calib(*arguments, code=0):

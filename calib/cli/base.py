@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARMS_EXAMPLES",
     "NOT_MET",
+    "FiniteRange",
     "arms_of",
     "asking",
     "cli",
@@ -63,9 +65,21 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CalibError as error:
-            text = "".join(char if char.isprintable() or char == "\n" else "?" for char in str(error))
+            plain = str(error).replace("\t", " ")
+            text = "".join(char if char.isprintable() or char == "\n" else "?" for char in plain)
             click.echo(click.style("error: ", fg="red") + text, err=True)
             ctx.exit(error.exit_code)
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range, neither infinite nor NaN: click lets both pass where an end is open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a wrong one is a usage error."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
 def examples(*lines: str) -> str:
@@ -188,7 +202,7 @@ def numbers_of(text: str, option: str) -> list[int]:
     except ValueError:
         raise CalibError(f"{option} {text!r} is not a list of whole numbers; write {option} 512,2048,8192") from None
     if found[0] < 1:
-        raise CalibError(f"{option} {text!r}: budgets must be 1 or more tokens")
+        raise CalibError(f"{option} {text!r}: each must be 1 or more")
     return found
 
 

@@ -10,6 +10,7 @@ import click
 
 from calib.cli.base import (
     ARMS_EXAMPLES,
+    FiniteRange,
     arms_of,
     asking,
     cli,
@@ -33,20 +34,27 @@ if TYPE_CHECKING:
     epilog=examples(
         "calib demo",
         "calib demo --folder /tmp/demo --json",
+        "calib demo --recorded",
     )
 )
 @click.option("--folder", default="demo", show_default=True, metavar="DIR", help="Where the store and configs go.")
-@click.option("--target", default="p90<10s", show_default=True, metavar="TARGET", help="Limit to tune for.")
+@click.option("--target", metavar="TARGET", help="Limit to tune for.  [default: p90<10s; recorded: p90<1500ms]")
+@click.option("--recorded", is_flag=True, help="Tune on recorded runs of a small real model instead, in seconds.")
 @json_option
-def demo(folder: str, target: str, as_json: bool) -> None:
+def demo(folder: str, target: str | None, recorded: bool, as_json: bool) -> None:
     """Run the whole loop on the embedded simulated server, in about a minute.
 
     Starts the server, collects both arms over HTTP, tunes, exports, serves the policy by the gateway and checks it
-    with a plain client. All numbers are simulated and say so.
+    with a plain client. All numbers are simulated and say so; with --recorded they were measured on a GPU.
     """
+    if recorded:
+        from calib import recorded as module
+
+        module.run(folder, target or module.TARGET, as_json=as_json)
+        return
     from calib.demo import run
 
-    run(folder, target, as_json=as_json)
+    run(folder, target or "p90<10s", as_json=as_json)
 
 
 @cli.command(
@@ -151,6 +159,7 @@ def questions(files: tuple[str, ...], profile: str | None, out: str | None, as_j
         "calib collect q.jsonl --arm base=http://127.0.0.1:8000",
         "calib collect q.jsonl --arm base=URL --arm mtp=URL --budgets 512,2048,8192 --concurrency 8 --all",
         "calib collect q.jsonl --arms arms.toml --target 'p90<10s' --yes --budget-gpu-minutes 60",
+        "calib collect q.jsonl --arms arms.toml --latency-sample 100 --concurrency 1,32",
         "calib collect q.jsonl --arm base=URL --retry-failed",
         "calib collect q.jsonl --arm base=URL1,URL2 --shard 1/3 --store postgresql://HOST/calib",
     )
@@ -161,20 +170,22 @@ def questions(files: tuple[str, ...], profile: str | None, out: str | None, as_j
 )
 @click.option("--arms", "arms_file", metavar="FILE", help="arms.toml of calib init: may start and stop the servers.")
 @click.option("--budgets", default="8192", show_default=True, metavar="A,B", help="Think budgets, tokens.")
-@click.option("--concurrency", default=32, show_default=True, type=click.IntRange(1), help="Requests in flight.")
+@click.option(
+    "--concurrency", default="32", show_default=True, metavar="N|A,B", help="In flight; a latency pass at each."
+)
 @click.option("--all", "everything", is_flag=True, help="Think about every question with every arm, not in stages.")
-@click.option("--yes", is_flag=True, help="Stages without the question whether to go on.")
+@click.option("--yes", is_flag=True, help="Go on after the first thoughts without asking, only while it pays.")
 @click.option("--target", "targets", multiple=True, metavar="TARGET", help="Stages end once its verdict is settled.")
 @click.option("--test-share", type=float, default=0.3, show_default=True, help="Of the stages: as calib optimize.")
 @click.option("--pilot", default=100, show_default=True, type=click.IntRange(1), help="Thoughts before the question.")
-@click.option("--budget-gpu-minutes", type=click.FloatRange(0, min_open=True), metavar="N", help="Stages end after it.")
+@click.option("--budget-gpu-minutes", type=FiniteRange(0, min_open=True), metavar="N", help="Stages end after it.")
 @click.option("--latency-sample", default=100, show_default=True, type=click.IntRange(0), help="Questions of a pass.")
-@click.option("--latency-concurrency", metavar="A,B", help="A latency pass at each.  [default: as --concurrency]")
+@click.option("--latency-concurrency", metavar="A,B", help="Latency passes at these loads instead.")
 @click.option("--audit", default=0, show_default=True, type=click.IntRange(0), help="Questions asked again to audit.")
 @click.option("--pause-when-waiting", type=click.IntRange(1), metavar="N", help="Pause while N requests wait there.")
 @click.option("--shard", metavar="K/N", help="Only this part of the questions; other machines take the others.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N questions, an even sample.")
-@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds.")
+@click.option("--timeout", default=600.0, show_default=True, type=FiniteRange(0, min_open=True), help="Seconds.")
 @click.option("--retries", default=4, show_default=True, type=click.IntRange(0), help="Further attempts of a request.")
 @click.option("--retry-failed", is_flag=True, help="Ask again what failed before.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Of a stock vLLM's thoughts.")
@@ -188,7 +199,7 @@ def collect(
     arms: tuple[str, ...],
     arms_file: str | None,
     budgets: str,
-    concurrency: int,
+    concurrency: str,
     everything: bool,
     yes: bool,
     targets: tuple[str, ...],
@@ -217,31 +228,38 @@ def collect(
 
     Resumes where it stopped: what is stored is not asked again. Ctrl-C stops cleanly.
 
-    On a terminal it goes in stages: System 1 for all, a few thoughts, then what thinking could win and cost and the
-    question whether to go on; then thoughts where they can move the decision. In a script --yes asks for stages;
-    without it, as with --all, every question is thought about with every arm.
-    """
+    It goes in stages: System 1 for all, a few thoughts, then what thinking could win and cost and the question
+    whether to go on; then thoughts where they can move the decision, until more would not change it, and the seconds
+    of each arm on a sample. --yes, or no terminal to ask on, goes on by itself. When nobody says when to stop (no
+    terminal, and none of --yes, --target, --budget-gpu-minutes), few questions and those of a simulated server are
+    all thought about, by every arm. --all thinks about every question with every arm.
+
+    \b
+    Exit codes: 0 done, or ended after the first thoughts on your word; 130 stopped before the end, the same command
+    goes on; 2 wrong usage; 1 a failure. What was answered is stored in every case.
+    """  # noqa: D301 - click reads the escape
     from calib import campaign, show
     from calib.collect import choose, parse_shard
     from calib.questions import read_questions
     from calib.target import parse_targets
     from calib.tuning import Demand
 
-    staged = not everything and (yes or sys.stdin.isatty())
+    asks = sys.stdin.isatty() and not (yes or everything)
     named = arms_of(arms, arms_file, api_key_env)
     part = parse_shard(shard) if shard else None
     chosen = choose(read_questions(list(files)), datasets=names_of(datasets), limit=limit, shard=part)
+    loads = numbers_of(concurrency, "--concurrency")
+    timed_at = numbers_of(latency_concurrency, "--latency-concurrency") if latency_concurrency else loads
     options = campaign.Options(
         budgets=tuple(numbers_of(budgets, "--budgets")),
-        concurrency=concurrency,
-        everything=not staged,
+        concurrency=loads[-1],
+        everything=everything,
+        unattended=not (asks or yes or targets or budget_gpu_minutes),
         demand=Demand(targets=parse_targets(targets), test_share=test_share),
         pilot=pilot,
         budget_gpu_minutes=float("inf") if budget_gpu_minutes is None else budget_gpu_minutes,
         latency_sample=latency_sample,
-        latency_concurrency=tuple(numbers_of(latency_concurrency, "--latency-concurrency"))
-        if latency_concurrency
-        else (),
+        latency_concurrency=tuple(timed_at) if latency_concurrency or len(loads) > 1 else (),
         audit=audit,
         part=shard or "",
         pause_when_waiting=pause_when_waiting,
@@ -257,7 +275,7 @@ def collect(
             named,
             opened,
             options,
-            confirm=None if yes else show.confirm_headroom,
+            confirm=None if yes else show.confirm_headroom if asks else show.tell_headroom,
             progress=show.ProgressLine().collection,
             say=lambda text: click.echo(text, err=True),
         )
@@ -347,7 +365,7 @@ def status(store: str, as_json: bool) -> None:
 
     with Store.open(store, must_exist=True) as opened:
         found = opened.status()
-        audits = {model.fingerprint: audit.findings(opened, model=model.fingerprint) for model in found.models}
+        audits = {model.fingerprint: audit.findings(opened, model=model.fingerprint) for model in found.answered}
     if as_json:
         audited = {name: [finding.to_dict() for finding in several] for name, several in audits.items()}
         show.echo_json(found.to_dict() | {"audits": audited})

@@ -105,7 +105,15 @@ def report(
         document = opened.policy(name)
         _tuned_policy(document)
         where = opened.location
-        path = write_report(document, outcomes, out, questions=opened.questions(), keep_text=not no_text, store=where)
+        path = write_report(
+            document,
+            outcomes,
+            out,
+            questions=opened.questions(),
+            keep_text=not no_text,
+            store=where,
+            verifications=opened.verifications(name),
+        )
     if as_json:
         show.echo_json({"file": str(path)})
     else:

@@ -9,9 +9,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from calib.atomic import write_atomically
 from calib.curves import Curves, Marked
 from calib.errors import CalibError
-from calib.export import write_atomically
 from calib.figures.answers import confidences, reliability, risk_coverage, thinking_helps
 from calib.figures.knobs import accuracy_by_budget, accuracy_by_mix, threshold_curves
 from calib.figures.palette import Theme, dataset_colours, theme_colours
