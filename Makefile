@@ -37,9 +37,11 @@ bench: $(VENV)/.calib-dev
 
 reports: $(VENV)/.calib-dev
 	$(BIN)/python -m calib.published --out reports/published.md
+	$(BIN)/python -m tests.reports.reference
 	@if test -d "$(SHARED)"; then $(BIN)/python -m tests.reports.optimum --shared "$(SHARED)" --out reports/optimum.md; \
 	$(BIN)/python -m tests.reports.staged --shared "$(SHARED)" --out reports/staged.md; \
-	else echo "reports/optimum.md and staged.md need recorded data: make reports SHARED=/path/to/it"; fi
+	$(BIN)/python -m tests.reports.calibration --shared "$(SHARED)" --out reports/calibration.md; \
+	else echo "reports/optimum.md, staged.md and calibration.md need recorded data: make reports SHARED=/path/to/it"; fi
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "calib needs Python 3.11 or newer; none was found. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
