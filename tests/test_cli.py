@@ -361,7 +361,7 @@ def test_questions_are_checked_and_counted(tmp_path):
         (["optimize", "--level", "95"], "0.95"),
         (["optimize", "--margin", "much"], "--margin"),
         (["optimize", "--budgets", "x"], "--budgets"),
-        (["optimize", "--rate", "fast"], "--rate 5/s"),
+        (["optimize", "--rate", "fast"], "--rate 2/s"),
         (["optimize", "--trials", "1", "--sampler", "best"], "best"),
         (["optimize", "--trials", "1", "--study", "nope.py"], "nope.py"),
         (["export", "nothing", "--out", "x"], "nothing"),
