@@ -26,6 +26,9 @@ def write_atomically(files: Mapping[Path, str]) -> None:
     staged: list[tuple[str, Path]] = []
     path = next(iter(files), Path())
     try:
+        for path in files:
+            if path.is_dir() and not path.is_symlink():
+                raise CalibError(f"{path} is a folder, where a file has to be; name a file, or move it away")
         for path, content in files.items():
             descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             staged.append((name, path))

@@ -15,7 +15,6 @@ from all collected questions.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from calib import metrics
 from calib.certify import marks_of
 from calib.demand import throughput
 from calib.errors import CalibError
+from calib.jsonnumbers import is_number
 from calib.outcomes import Outcomes
 from calib.policy import ALWAYS, Decisions, Policy, candidate_thresholds, confidence, decide, evaluate_decisions
 from calib.risk import share_limit, split_selector, violation_share
@@ -366,7 +366,7 @@ def _is_a(value: Any, kind: type | None) -> bool:
     if kind is None or value is None:
         return value is kind
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        return is_number(value)
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

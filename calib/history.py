@@ -208,7 +208,7 @@ class ConfigFolder:
 
     def _replace(self, files: Mapping[str, str]) -> None:
         folder, kept = self._made(), self.foreign()
-        for name in FILES:
+        for name in FILES:  # those that are taken away too
             if (folder / name).is_dir() and not (folder / name).is_symlink():
                 raise CalibError(f"{folder / name} is a folder, where a file has to be; move it away, then try again")
         self._ready()

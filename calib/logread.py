@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import sys
 import time
 import zlib
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from calib.errors import CalibError
+from calib.jsonnumbers import is_number
 
 __all__ = ["LogReader", "check_logs"]
 
@@ -27,7 +27,6 @@ BATCH = 4096
 _CHUNK = 1 << 20
 _POLL_S = 0.5
 _NUMBERS = ("at", "confidence", "tokens", "seconds", "t1", "t2")
-_LARGEST = sys.float_info.max
 _FLAGS = ("think", "finished", "closed", "degraded")
 
 Row = dict[str, Any]
@@ -164,15 +163,10 @@ def _row(line: bytes) -> Row | None:
     if not isinstance(row, dict) or not ("p1" in row or "think" in row):
         return None
     p1 = row.get("p1") or []
-    if not isinstance(p1, list) or not all(map(_is_number, p1)):
+    if not isinstance(p1, list) or not all(map(is_number, p1)):
         return None
-    if not all(row.get(name) is None or _is_number(row[name]) for name in _NUMBERS):
+    if not all(row.get(name) is None or is_number(row[name]) for name in _NUMBERS):
         return None
     if any(not isinstance(row.get(name, False), bool) for name in _FLAGS):
         return None
     return row
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite number; a whole one may have more digits than a float can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST

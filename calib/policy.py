@@ -7,6 +7,7 @@ apart.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -185,7 +186,7 @@ class Policy:
             raise CalibError(f"deadline must be seconds above 0, or None for no deadline, got {self.deadline}")
         if self.on_deadline not in ON_DEADLINE:
             raise CalibError(f"on_deadline must be one of {', '.join(ON_DEADLINE)}, got {self.on_deadline!r}")
-        if self.deadline is None or math.isinf(self.deadline):
+        if self.deadline is None or self.deadline > sys.float_info.max:
             object.__setattr__(self, "deadline", None)
             object.__setattr__(self, "on_deadline", ON_DEADLINE[0])
         if self.temperatures is not None:

@@ -258,6 +258,8 @@ def _tokens_line(
     level: float,
     resamples: int,
 ) -> Line:
+    # a server counts whole tokens; what is predicted of a thought that a deadline closes may lie between two
+    after = np.where(np.abs(after - before) < 1, before, after)
     change = _paired(before, after, o, rng, level, resamples)
     apart = change.low > 0 or change.high < 0
     base = two[0].value

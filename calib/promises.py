@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib.anytime import Bets, confidence_sequence, reference_interval
+from calib.jsonnumbers import finite
 from calib.policy import Policy, confidence
 from calib.target import Target, parse_target
 
-__all__ = ["AT_RISK", "STATES", "Batch", "Finding", "Promise", "State", "finite", "percent", "promises"]
+__all__ = ["AT_RISK", "STATES", "Batch", "Finding", "Promise", "State", "percent", "promises"]
 
 State = Literal["ok", "at_risk", "broken"]
 STATES: tuple[State, ...] = ("ok", "at_risk", "broken")
@@ -490,10 +491,3 @@ def _by_cuts(
         *(name, kind, pick, values, np.array(below), ends[:, 0], ends[:, 1], alpha / 2, _or_nothing(name, words)),
         cuts=cuts,
     )
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON: None for a number that is not finite."""
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from calib.envelope import bin_of, sample_of
 from calib.errors import CalibError
 from calib.intervals import Interval
+from calib.jsonnumbers import finite
 from calib.outcomes import ESTIMATED
 from calib.policy import Policy, confidence
-from calib.promises import finite
 
 __all__ = ["PREDICTED", "Band", "Prediction", "predict"]
 
@@ -168,7 +168,8 @@ def predict(
     sure, thinks = _decided(policy, usable, frozenset(record["cannot_think"]))
     edges = np.asarray(shadow["edges"], dtype=np.float64)
     at = bin_of(edges, sure)
-    thoughts = [_Thoughts.read(band, think_budget) for band in shadow["bands"]]
+    budgets = [policy.think_budget, *(route.think_budget or math.inf for route in policy.routes.values())]
+    thoughts = [_Thoughts.read(band, think_budget, min(budgets)) for band in shadow["bands"]]
     counts = np.zeros((2, len(thoughts)))
     np.add.at(counts, (thinks.astype(int), at), 1.0)
     lender = _lenders(thoughts)
@@ -301,13 +302,16 @@ class _Thoughts:
     cut: Floats
 
     @classmethod
-    def read(cls, band: Mapping[str, Any], think_budget: int | None) -> _Thoughts:
-        """The packed sample, its thoughts cut at a smaller budget."""
+    def read(cls, band: Mapping[str, Any], think_budget: int | None, known: float) -> _Thoughts:
+        """The packed sample, its thoughts cut at another budget; up to the one ``known`` nothing is missing.
+
+        What a deadline closed, or the context, ended before that and would end there again.
+        """
         tokens, t1, t2 = (sample_of(band[name]) for name in ("tokens", "t1", "t2"))
         cut = np.array([mark == "0" for mark in band["finished"]], dtype=np.float64)
         if think_budget is None:
             return cls(tokens, t1, t2, cut)
-        if ((cut > 0) & (tokens < think_budget)).any():
+        if think_budget > known and ((cut > 0) & (tokens < think_budget)).any():
             most = float(np.nanmax(np.where(cut > 0, tokens, np.nan)))
             raise CalibError(
                 f"--think-budget {think_budget}: thoughts were cut at {most:.0f} tokens when they were collected, so "

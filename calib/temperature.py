@@ -9,7 +9,6 @@ Leaves to others: where the numbers come from (`calib.calibrate`), when each sta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from calib.errors import CalibError
+from calib.jsonnumbers import is_number
 
 __all__ = ["ANY", "BANDS", "HIGHEST", "LOWEST", "STAGES", "Temperatures", "band", "cell", "retempered"]
 
@@ -132,7 +132,7 @@ class Temperatures:
         if not isinstance(given, Mapping):
             raise CalibError(f"temperatures: {name} must map a kind to a number, got {given!r}; write {_EXAMPLE}")
         for key, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if not is_number(value):
                 raise CalibError(f"temperatures: {name} of {key!r} must be a number, got {value!r}; write {_EXAMPLE}")
         table = MappingProxyType({str(key): float(value) for key, value in given.items()})
         object.__setattr__(self, name, table)

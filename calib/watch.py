@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from calib import metrics
 from calib.errors import CalibError
+from calib.jsonnumbers import finite
 from calib.policy import Policy
-from calib.promises import STATES, Batch, Finding, State, finite, percent, promises
+from calib.promises import STATES, Batch, Finding, State, percent, promises
 
 __all__ = ["Report", "Watch"]
 

@@ -302,6 +302,18 @@ def test_a_smaller_budget_cuts_the_collected_thoughts_and_a_larger_one_is_refuse
         predicted(record, POLICY, traffic(questions()), think_budget=200)
 
 
+def test_what_a_deadline_closed_is_no_thought_that_a_budget_cut():
+    late = replace(POLICY, deadline=5.1)  # closes those of 80 and 100 tokens after 5 s, at half of what is 100 tokens
+    o = questions()
+    record = envelope(o, late)
+    whole = predicted(record, late, traffic(o)).values
+    assert predicted(record, late, traffic(o), think_budget=90).values["tokens"].value == whole["tokens"].value
+    shorter = predicted(record, late, traffic(o), think_budget=30).values["tokens"].value
+    assert shorter == pytest.approx((30 + 30 + 30 + 20) / 8)
+    with pytest.raises(CalibError, match="cut at 50 tokens"):
+        predicted(record, late, traffic(o), think_budget=200)
+
+
 def test_a_band_without_a_thought_borrows_and_says_so():
     unread = questions(p2=np.where(np.arange(8)[:, None, None] < 4, np.nan, 0.5) * np.ones((8, 1, 2)))
     found = predicted(envelope(unread, POLICY), POLICY, traffic(unread))

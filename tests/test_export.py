@@ -340,6 +340,14 @@ def test_a_missing_policy_file_says_how_to_write_one(tmp_path):
         load_policy_file(tmp_path / "none.json")
 
 
+def test_a_folder_in_the_place_of_a_file_is_named_before_anything_is_written(tmp_path):
+    (tmp_path / "b").mkdir()
+    with pytest.raises(CalibError, match="b is a folder") as error:
+        write_atomically({tmp_path / "a": "new", tmp_path / "b": "new"})
+    assert error.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 def test_a_failed_write_changes_nothing(tmp_path, monkeypatch):
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text("old")

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,3 +215,27 @@ def test_baselines_use_the_servers_defaults_and_the_largest_budget():
         "always_think": (1.1, 0.4, 16),
         "system2": (1.1, 1.0, 16),
     }
+
+
+def test_numbers_of_a_file_that_no_float_can_be():
+    assert Policy.from_dict({"deadline": 10**400}).deadline is None  # as an infinite one, which closes nothing
+    for changed in ({"threshold": 10**400}, {"mix": -(10**400)}, {"temperatures": {"p1": {"choice": 10**400}}}):
+        with pytest.raises(CalibError):
+            Policy.from_dict(changed)
+
+
+def test_a_policy_reads_what_its_answers_may_come_from():
+    one = small()
+    read = replace(
+        one,
+        budgets=[16, 32, 64],
+        **{name: np.repeat(getattr(one, name), 3, axis) for name, axis in (("p2", 1), ("tokens", 1), ("finished", 1))},
+        t2=np.repeat(one.t2, 3, 2),
+        label_mass=np.repeat(one.label_mass[:, :1], 4, 1),
+        estimated=np.repeat(one.estimated[:, :1], 4, 1),
+    )
+    assert Policy(0.5, 0.5, 64).readings(read) == (("base", 64),)
+    assert Policy(0.5, 0.5, 64, deadline=1.0).readings(read) == (("base", 16), ("base", 32), ("base", 64))
+    assert Policy(0.0, 0.5, 64, deadline=1.0).readings(read) == (("base", None),)
+    routed = Policy(0.0, 0.5, 64, routes={"kind=noul": Route(threshold=0.9, think_budget=32)})
+    assert routed.readings(read) == (("base", None), ("base", 32))

@@ -192,6 +192,9 @@ def test_words_for_each_share():
     assert by_metric(o, replace(m, tokens=1.5 * m.tokens))["tokens"].verdict.startswith(
         "more tokens than predicted by 50 %"
     )
+    whole = by_metric(o, replace(m, tokens=np.floor(m.tokens * 1.0001)))["tokens"]  # a server counts whole tokens
+    assert (whole.verdict, whole.same) == ("as predicted, on every question", True)
+    assert not by_metric(o, replace(m, tokens=np.where(m.thinks, m.tokens - 1, 0)))["tokens"].same
     assert by_metric(o, replace(m, degraded=every))["degraded"].verdict.startswith("degrades more answers")
     assert by_metric(o, replace(m, closed=m.thinks))["closed"].verdict.startswith("closes more thoughts")
     one = np.arange(o.n) == 3

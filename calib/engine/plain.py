@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from calib.engine.base import AskFailed
 from calib.engine.http import HttpClient, shorten
+from calib.jsonnumbers import is_number
 from calib.questions import Question
 
 __all__ = ["PlainAnswer", "PlainClient"]
@@ -124,7 +125,7 @@ def _read(data: Any, n_options: int) -> PlainAnswer:
         raise AskFailed("missing_field", f"the answer should be an object, got {shorten(data, 80)}")
     thinking = data.get("thinking")
     thinking = thinking if isinstance(thinking, dict) else {}
-    tokens = thinking.get("think_tokens")
+    tokens = _number(thinking, "think_tokens")
     thinks = thinking.get("used") is True
     return PlainAnswer(
         p=_distribution(data.get("probabilities"), n_options),
@@ -132,7 +133,7 @@ def _read(data: Any, n_options: int) -> PlainAnswer:
         finished=thinking.get("finished_within_budget") is True,
         closed=thinking.get("closed_by_deadline") is True,
         degraded=data.get("degraded") is True,
-        tokens=tokens if thinks and type(tokens) is int and tokens >= 0 else 0,
+        tokens=int(tokens) if thinks and tokens is not None and tokens >= 0 else 0,
         threshold=_number(thinking, "threshold"),
         budget=_number(thinking, "budget"),
         version=_text(data, "policy_version"),
@@ -155,9 +156,7 @@ def _distribution(values: Any, n_options: int) -> NDArray[np.float64]:
 
 def _number(holder: Mapping[str, Any], name: str) -> float | None:
     value = holder.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if is_number(value) else None
 
 
 def _text(holder: Mapping[str, Any], name: str) -> str | None:

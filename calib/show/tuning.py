@@ -211,7 +211,8 @@ def _deadline(found: Tuned, document: Mapping[str, Any]) -> None:
     if found.without_deadline is None:
         return
     without, metric = found.without_deadline, Target(found.best.metric, "<", 0.0)
-    tried = ", ".join(dict.fromkeys(seconds(one.deadline) for one in found.tried)) or "none closes a thought"
+    ascending = sorted(one.deadline for one in found.tried)
+    tried = ", ".join(dict.fromkeys(map(seconds, ascending))) or "none closes a thought"
     if found.best.policy is None or found.best.policy.deadline is None:
         say(f"no deadline does better (tried: {tried})")
     elif without.policy is None:
