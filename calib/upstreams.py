@@ -46,6 +46,9 @@ class LateEngine:
     def __repr__(self) -> str:
         return f"LateEngine({self.client.url!r})"
 
+    def __str__(self) -> str:
+        return self.client.url
+
     async def info(self) -> EngineInfo:
         """Who answers.
 

@@ -25,8 +25,8 @@ GROUPS = {
     "trust": "Confidence",
 }
 NO_SECONDS = "Seconds are not known: import with --system1-ms and --tokens-per-second, or measure: calib collect"
-POINTS = 600
-"""Points of one figure: more do not show on a screen."""
+POINTS = 300
+"""Points of one figure, which is half a page wide: more do not show, and are drawn anew with each move."""
 TALL = 560
 """Pixels of a figure with its own legend."""
 LINES = 8

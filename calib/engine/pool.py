@@ -208,7 +208,7 @@ class EnginePool:
             except CalibError:
                 continue
             if member.identity and info.identity != member.identity:
-                log.warning("%r came back as another model: it stays left out", member.engine)
+                log.warning("%s came back as another model: it stays left out", member.engine)
                 continue
             member.identity, member.away = dict(info.identity), False
             log.warning("%r is back", member.engine)
@@ -234,7 +234,7 @@ class EnginePool:
 
     def _leave_out(self, member: _Member, why: str) -> None:
         if not member.away:
-            log.warning("%r is left out: %s", member.engine, why)
+            log.warning("%s is left out: %s", member.engine, why)
         member.away = True
         member.retry_at = time.monotonic() + self._probe_s
 

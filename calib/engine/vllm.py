@@ -45,6 +45,7 @@ from calib.engine.labels import LabelFinder, Labels
 from calib.engine.ladder import Ladder, Reader, Reading, Rungs
 from calib.engine.prompts import DEFAULT_PROMPT, KNOWN_MARKS, Marks, PromptTemplate
 from calib.errors import CalibError
+from calib.jsonnumbers import is_number
 from calib.questions import NOUL_OPTIONS, SCORE_LEVELS, Question, text_hash
 
 __all__ = ["LOW_MASS", "SAMPLING", "VllmEngine"]
@@ -614,7 +615,7 @@ def _checked_sampling(sampling: Mapping[str, float]) -> dict[str, float]:
     for name, value in sampling.items():
         if name not in SAMPLING:
             raise CalibError(f"sampling: unknown field {name!r}; expected some of {', '.join(SAMPLING)}")
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if not is_number(value):
             raise CalibError(f"sampling: {name} should be a number, got {value!r}")
     return dict(sorted(sampling.items()))
 
