@@ -46,7 +46,9 @@ of both sides.
 The stages end when more thoughts would win at most {enough} of a point with {sure} certainty, in the mean of two looks
 (`calib.regret`). That rule was chosen on the data of the last table: answers of quick and slow ways to the same
 multiple-choice questions, 1,500 of them drawn anew for each collection. There is less order in them, so that more of
-the thoughts are asked for. What vLLM 0.25 said on one H200, replayed, is what the rule was not chosen on.
+the thoughts are asked for. The recordings of vLLM 0.25 on one H200, replayed here, had no part in that,
+but for one thing: that the mean of two looks counts, and not two looks in a row, was settled after the tokens of the
+first table were seen.
 """
 
 
