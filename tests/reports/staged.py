@@ -38,17 +38,17 @@ POINT = 100
 TEXT = """
 Written {when} by `{command}`, calib {version}, Python {python}, {cores} cores, in {minutes:.0f} minutes.
 
-Each row is one whole staged collection of recorded questions without targets: another salt in the texts gives another
-split into tune and test side, and other samples. The policy is the exact optimum of the tune side, by the thoughts that
-the stages asked for and by all of them. Both are scored on all questions with all thoughts. Tokens are thinking tokens
-of both sides.
+Each row is one whole staged collection of recorded questions without targets. The first takes the questions as they
+are; another salt in the texts gives another split into tune and test side, and other samples. The policy is the exact
+optimum of the tune side, by the thoughts that the stages asked for and by all of them. Both are scored on all questions
+with all thoughts. Tokens are thinking tokens of both sides.
 
 The stages end when more thoughts would win at most {enough} of a point with {sure} certainty, in the mean of two looks
 (`calib.regret`). That rule was chosen on the data of the last table: answers of quick and slow ways to the same
 multiple-choice questions, 1,500 of them drawn anew for each collection. There is less order in them, so that more of
-the thoughts are asked for. The recordings of vLLM 0.25 on one H200, replayed here, had no part in that,
-but for one thing: that the mean of two looks counts, and not two looks in a row, was settled after the tokens of the
-first table were seen.
+the thoughts are asked for. The recordings of vLLM 0.25 on one H200, replayed here, had no part in that but for one
+thing: that the mean of two looks counts, and not two looks in a row, was settled after the tokens of the first table
+were seen.
 """
 
 
@@ -130,9 +130,8 @@ async def one(rows: Sequence[dict[str, Any]], salt: str, folder: str, budgets: S
     )
 
 
-def table(name: str, found: Sequence[Split], names: Sequence[str] = ()) -> str:
+def table(name: str, found: Sequence[Split], names: Sequence[str]) -> str:
     """Summary and each split, as Markdown."""
-    names = names or [str(i) for i in range(len(found))]
     lost, tokens = np.array([split.lost for split in found]), np.array([split.tokens for split in found])
     lines = [
         f"## {name}",
@@ -163,10 +162,10 @@ def main() -> None:
         rows = recorded(arguments.shared / "reference" / f"{name}.jsonl.gz")
         found = []
         with tempfile.TemporaryDirectory() as folder:
-            for salt in range(arguments.splits):
-                found.append(asyncio.run(one(rows, str(salt), folder)))
-                progress(f"{name} {salt}: {found[-1]}")
-        parts.append(table(name, found))
+            for salt in ("", *map(str, range(1, arguments.splits))):
+                found.append(asyncio.run(one(rows, salt, folder)))
+                progress(f"{name} {salt or 'as recorded'}: {found[-1]}")
+        parts.append(table(name, found, ["as recorded", *map(str, range(1, arguments.splits))]))
     names, found = [], []
     for name, rows in development(arguments.shared):
         with tempfile.TemporaryDirectory() as folder:
