@@ -297,6 +297,17 @@ def test_runs_of_verify_come_back_without_credentials(store):
         store.add_verification(only)
 
 
+def test_status_lists_the_runs_of_verify_and_leaves_envelopes_out(store):
+    store.save_policy("best", {"policy": None, "verdict": "met", "envelope": {"bulk": [0] * 1000}})
+    store.add_verification(verification("best"))
+    status = store.status()
+    (run,) = status.to_dict()["verifications"]
+    assert (run["name"], run["arm"], run["url"]) == ("best", "mtp", "http://h:1/v1")
+    (policy,) = status.to_dict()["policies"]
+    assert policy["document"] == {"policy": None, "verdict": "met"}
+    assert status.policies[0].document["envelope"]["bulk"]  # what was read is not touched
+
+
 # --- models and questions ---------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,9 @@ __all__ = [
 ]
 
 
+_MOST_RUNS = 5  # of calib verify that are listed
+
+
 def confirm_headroom(headroom: Headroom) -> bool:
     """Show what thinking could win and would cost, and ask whether to go on."""
     for text in headroom.lines():
@@ -120,6 +123,8 @@ def status(found: StoreStatus, findings: Sequence[Finding] = ()) -> None:
     _audits(findings)
     for policy in found.policies:
         say(f"policy {policy.name!r}: {policy.document.get('verdict')}, saved {policy.created}")
+    for run in found.verifications[-_MOST_RUNS:]:
+        say(f"verified {run['name']!r} on arm {run['arm']} at {run['url']}: {run['verdict']}, {run['at']}")
 
 
 def _audits(findings: Sequence[Finding]) -> None:

@@ -115,6 +115,7 @@ class StoreStatus:
     models: list[ModelStatus]
     policies: list[SavedPolicy]
     runs: list[dict[str, Any]]
+    verifications: list[dict[str, Any]]
 
     @property
     def answered(self) -> list[ModelStatus]:
@@ -122,8 +123,11 @@ class StoreStatus:
         return [one for one in self.models if any(row.system1 or row.budgets for row in one.coverage)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON (budgets become texts there)."""
-        return asdict(self)
+        """Plain values for JSON (budgets become texts); without the envelopes, the bulk of a document."""
+        plain = asdict(self)
+        for policy in plain["policies"]:
+            policy["document"].pop("envelope", None)
+        return plain
 
 
 def coverage(

@@ -358,6 +358,16 @@ class Store:
                 models=[holdings.model_status(conn, model) for model in _models(conn)],
                 policies=holdings.saved_policies(conn),
                 runs=[{"at": run.at, "arguments": json.loads(run.arguments)} for run in runs],
+                verifications=[
+                    {
+                        "name": run.name,
+                        "arm": run.arm,
+                        "url": run.url,
+                        "verdict": run.summary.get("verdict"),
+                        "at": run.at,
+                    }
+                    for run in verifications.read(conn, None, rows=False)
+                ],
             )
 
     # --- staged collections, latency passes, audits ---
