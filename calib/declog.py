@@ -63,6 +63,7 @@ class DecisionLog:
         self._bytes = 0
         self._reopen = False
         self._failed = self._torn = False
+        self._writing: asyncio.Future[int] | None = None
         # one thread of its own: a disk that hangs must not hold up name look-ups and the like in the shared one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="calib-log")
         try:
@@ -94,6 +95,8 @@ class DecisionLog:
 
     async def close(self) -> None:
         """Write the rest and close the file."""
+        if self._writing is not None:
+            await self._writing
         await self._flush()
         self._thread.shutdown()
         os.close(self._file)
@@ -104,10 +107,16 @@ class DecisionLog:
         lines, self._lines = self._lines, []
         size = self._bytes
         reopen, self._reopen = self._reopen, False
-        lost = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, lines, reopen)
-        self._bytes -= size  # not before: until then they fill the memory
-        self.written += len(lines) - lost
-        self.dropped += lost
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, lines, reopen)
+
+        def count(done: asyncio.Future[int]) -> None:
+            self._bytes -= size  # not before: until then they fill the memory
+            self.written += len(lines) - done.result()
+            self.dropped += done.result()
+
+        writing.add_done_callback(count)
+        self._writing = writing
+        await asyncio.shield(writing)  # whoever stops waiting must not take back lines that nobody else holds
 
     def _write(self, lines: list[bytes], reopen: bool) -> int:
         """Append the lines (in the thread); how many were lost."""

@@ -87,6 +87,22 @@ async def test_the_background_task_writes_soon(tmp_path):
     await log.close()
 
 
+async def test_stopping_while_lines_wait_for_the_disk_loses_none(tmp_path):
+    log, free = DecisionLog(tmp_path / "d.jsonl"), threading.Event()
+    log._thread.submit(free.wait, 10)  # the disk is busy, so that the write has not begun when the task is cancelled
+    log.put(SEEN)
+    task = asyncio.create_task(log.run())
+    while log._lines:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    log.put(replace(SEEN, tokens=7))
+    free.set()
+    await log.close()
+    assert [line["tokens"] for line in lines(tmp_path / "d.jsonl")] == [600, 7]
+    assert (log.written, log.dropped) == (2, 0)
+
+
 async def test_after_a_rotation_lines_go_to_the_new_file(tmp_path):
     path = tmp_path / "d.jsonl"
     log = DecisionLog(path)
