@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 from calib.history import ConfigFolder
 from calib.policyfile import load_policy_file
+from tests.appserver import app_server
 from tests.appstore import simulated_store
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
@@ -72,24 +70,8 @@ def server(chromium, tmp_path_factory) -> Iterator[tuple[str, Path]]:
     folder = tmp_path_factory.mktemp("browser")
     store = simulated_store(folder / "demo.db", trials=8)
     root = folder / "serve"
-    program = f"from calib.dashboard import run_app; run_app({str(store)!r}, 0, {str(root)!r})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HOME": str(folder)},
-    )
-    try:
-        assert process.stderr is not None
-        found = None
-        while found is None:
-            line = process.stderr.readline()
-            assert line, f"the server ended with code {process.wait()}"
-            found = re.search(r"http://\S+:\d+", line)
-        yield found[0], root
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+    with app_server(store, root, folder) as url:
+        yield url, root
 
 
 @pytest.fixture

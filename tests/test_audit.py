@@ -15,12 +15,12 @@ from calib.audit import Floor
 from calib.collect import collect as collect_all
 from calib.engine.base import AskFailed
 from calib.errors import CalibError
-from calib.outcomes import Outcomes
 from calib.policy import Policy, Route
 from calib.questions import Question
 from calib.store import AuditAnswer, FailureCount, LatencyPass, Store, StoredAnswer, load_outcomes
 from tests.misbehaving import questions, truth
 from tests.scripted import ScriptedEngine
+from tests.worlds import few
 
 NAN = float("nan")
 
@@ -58,20 +58,6 @@ def extra(i: int, kind: str, arm: str = "base", p1: Sequence[float] | None = Non
     return AuditAnswer("d", str(i), arm, kind, 1, None if p1 is None else np.array(p1), 100 if p2 else None, q)
 
 
-def outcomes(n: int = 10, **changes: object) -> Outcomes:
-    fields = {
-        "p1": np.tile([0.8, 0.2], (n, 1)),
-        "p2": np.tile([0.6, 0.4], (n, 2, 1)),
-        "tokens": np.tile([50, 100], (n, 1)),
-        "finished": np.tile([False, True], (n, 1)),
-        "t1": np.full((1, n), 0.1),
-        "t2": np.full((1, n, 2), 1.0),
-        "answer": np.zeros(n, dtype=int),
-        "budgets": [50, 200],
-    }
-    return Outcomes(**(fields | changes))
-
-
 def only(found: list[audit.Finding], name: str) -> list[tuple[str, float]]:
     return [(finding.level, finding.value) for finding in found if finding.audit == name]
 
@@ -95,23 +81,23 @@ def test_cut_thoughts_count_at_the_largest_budget_only() -> None:
     finished = np.array([[False, i < 7] for i in range(10)])  # 3 of 10 are cut at the largest
     p2 = np.tile([0.6, 0.4], (10, 2, 1))
     p2[7:, 1] = [0.4, 0.6]  # the cut ones are wrong
-    found = audit.cut_thoughts(outcomes(finished=finished, p2=p2))
+    found = audit.cut_thoughts(few(finished=finished, p2=p2))
     assert only(found, "cut") == [("note", 1.0), ("warning", pytest.approx(0.3))]
     assert "right when cut: 0%, when ended: 100%" in found[1].text
     assert "none ended" in found[0].text
-    assert only(audit.cut_thoughts(outcomes(finished=np.ones((10, 2), bool))), "cut") == [("ok", 0.0), ("ok", 0.0)]
+    assert only(audit.cut_thoughts(few(finished=np.ones((10, 2), bool))), "cut") == [("ok", 0.0), ("ok", 0.0)]
     # weights are those of the tune side
     weight = np.r_[np.full(7, 7.0), np.ones(3)]
-    assert audit.cut_thoughts(outcomes(finished=finished, weight=weight))[1].value == pytest.approx(3 / 52)
+    assert audit.cut_thoughts(few(finished=finished, weight=weight))[1].value == pytest.approx(3 / 52)
 
 
 def test_label_mass_by_dataset() -> None:
     mass = np.tile([0.9, np.nan, 0.3], (10, 1))
     mass[:5, 0] = 0.2
-    found = audit.label_mass(outcomes(label_mass=mass, dataset=["low"] * 5 + ["well"] * 5))
+    found = audit.label_mass(few(label_mass=mass, dataset=["low"] * 5 + ["well"] * 5))
     seen = [(f.dataset, f.level, f.value) for f in found]
     assert seen == [("low", "warning", 0.2), ("low", "warning", 0.3), ("well", "ok", 0.9), ("well", "warning", 0.3)]
-    assert only(audit.label_mass(outcomes()), "label mass") == [("note", pytest.approx(NAN, nan_ok=True))]
+    assert only(audit.label_mass(few()), "label mass") == [("note", pytest.approx(NAN, nan_ok=True))]
 
 
 # --- again, other arms, other orders ----------------------------------------------------------------------------------
@@ -133,7 +119,7 @@ def test_the_floor_is_what_p1_moves_when_asked_again() -> None:
 
 def test_a_gate_among_what_is_noise_is_refused() -> None:
     sure = np.r_[np.linspace(0.5, 0.9, 80), np.linspace(0.9990, 0.9999, 20)]
-    o = outcomes(100, p1=np.column_stack([sure, 1 - sure]))
+    o = few(100, p1=np.column_stack([sure, 1 - sure]))
     floor = Floor("base", 100, 0.001, 0.002, 0)
     refused = audit.gate_precision(o, 0.9995, floor)
     assert (refused.level, refused.value) == ("refuse", pytest.approx(0.2))
@@ -145,7 +131,7 @@ def test_a_gate_among_what_is_noise_is_refused() -> None:
 
 
 def test_a_floor_of_a_few_pairs_is_none() -> None:
-    o = outcomes(100, p1=np.tile([0.9, 0.1], (100, 1)))
+    o = few(100, p1=np.tile([0.9, 0.1], (100, 1)))
     assert audit.gate_precision(o, 0.9, Floor("base", 3, 0.3, 0.3, 0)).level == "note"
 
 
@@ -162,7 +148,7 @@ def test_answers_of_a_server_that_was_replaced_are_counted_by_arm() -> None:
 def test_single_answers_with_a_low_mass_are_counted() -> None:
     mass = np.tile([0.9, 0.9, 0.9], (10, 1))
     mass[[2, 5], 0] = 0.1
-    found = audit.label_mass(outcomes(label_mass=mass))
+    found = audit.label_mass(few(label_mass=mass))
     assert ("note", pytest.approx(0.2)) in only(found, "label mass")
     assert any("2 questions have less than 0.5" in f.text for f in found)
 
@@ -282,7 +268,7 @@ async def test_what_the_server_cannot_do_is_said(store: Store) -> None:
 
 
 def test_outcomes_alone_tell_of_cuts_and_label_mass() -> None:
-    found = audit.findings(outcomes(finished=np.zeros((10, 2), bool)))
+    found = audit.findings(few(finished=np.zeros((10, 2), bool)))
     assert [f.level for f in found] == ["warning", "note", "note"]
     assert {f.audit for f in found} == {"cut", "label mass"}
 

@@ -18,12 +18,12 @@ from calib.engine.base import AskFailed
 from calib.errors import CalibError
 from calib.fitness import Repeats, fit_rows, flaws, forced
 from calib.optimise import feasible, nearest, optimum, tabulate
-from calib.outcomes import Outcomes
 from calib.store import Store, load_outcomes
 from calib.store.contents import content_key
 from calib.target import parse_targets
 from tests.misbehaving import questions, truth
 from tests.scripted import ScriptedEngine
+from tests.worlds import few
 
 NAN = float("nan")
 
@@ -32,21 +32,6 @@ NAN = float("nan")
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store.open(tmp_path / "f.db") as store:
         yield store
-
-
-def outcomes(n: int = 10, **changes: object) -> Outcomes:
-    """The first three of ten questions are the test side at a share of 0.3; two budgets."""
-    fields = {
-        "p1": np.tile([0.8, 0.2], (n, 1)),
-        "p2": np.tile([0.6, 0.4], (n, 2, 1)),
-        "tokens": np.tile([50, 100], (n, 1)),
-        "finished": np.tile([False, True], (n, 1)),
-        "t1": np.full((1, n), 0.1),
-        "t2": np.full((1, n, 2), 1.0),
-        "answer": np.zeros(n, dtype=int),
-        "budgets": [50, 200],
-    }
-    return Outcomes(**(fields | changes))
 
 
 def mass(n: int = 10, **rows: tuple[int, ...]) -> np.ndarray:
@@ -61,17 +46,17 @@ def mass(n: int = 10, **rows: tuple[int, ...]) -> np.ndarray:
 
 
 def test_rows_without_a_flaw_all_stay() -> None:
-    o = outcomes()
+    o = few()
     fit = fit_rows(o, 0.3)
     assert fit.outcomes is o
     assert fit.warnings == ()
-    unknown = fit_rows(outcomes(label_mass=np.full((10, 3), NAN)), 0.3)
+    unknown = fit_rows(few(label_mass=np.full((10, 3), NAN)), 0.3)
     assert (unknown.outcomes.n, unknown.warnings) == (10, ())
 
 
 def test_a_forced_letter_is_no_guide_for_the_search_and_stays_on_the_test_side() -> None:
     # questions 0 to 2 are held out; a cut thought that is closed by force has a low mass by its nature
-    fit = fit_rows(outcomes(label_mass=mass(system1=(1, 4), largest=(4, 7), small=(5, 6, 8))), 0.3)
+    fit = fit_rows(few(label_mass=mass(system1=(1, 4), largest=(4, 7), small=(5, 6, 8))), 0.3)
     assert fit.outcomes.ids.tolist() == ["0", "1", "2", "3", "5", "6", "8", "9"]
     (warning,) = fit.warnings
     assert "left out 2 questions where less than 0.5 of the probability lies on the labels" in warning
@@ -81,7 +66,7 @@ def test_a_forced_letter_is_no_guide_for_the_search_and_stays_on_the_test_side()
 def test_a_system_1_that_is_forced_throughout_is_said_and_not_dropped() -> None:
     low = np.full((10, 3), 0.9)
     low[:5, 0] = [0.001, 0.002, 0.003, 0.6, 0.7]  # the middle one of the first dataset is low
-    o = outcomes(label_mass=low, dataset=["low"] * 5 + ["well"] * 5)
+    o = few(label_mass=low, dataset=["low"] * 5 + ["well"] * 5)
     assert forced(o) == {("low", 0): 0.003}
     fit = fit_rows(o, 0.3)
     assert fit.outcomes.n == 10
@@ -94,16 +79,16 @@ def test_a_broken_budget_counts_as_wrong_on_the_test_side_and_another_model_nowh
     flaw = [""] * 10
     flaw[0] = flaw[5] = "budget"
     flaw[2] = flaw[9] = "replaced"
-    fit = fit_rows(outcomes(flaw=flaw), 0.3)
+    fit = fit_rows(few(flaw=flaw), 0.3)
     assert fit.outcomes.ids.tolist() == ["0", "1", "3", "4", "6", "7", "8"]
     assert fit.outcomes.flaw[0] == "budget"
     assert [warning.split(" ")[3] for warning in fit.warnings] == ["2", "1"]
-    whole = fit_rows(outcomes(flaw=flaw), 0.0)  # nothing is held out: all is tuned on
+    whole = fit_rows(few(flaw=flaw), 0.0)  # nothing is held out: all is tuned on
     assert whole.outcomes.ids.tolist() == ["1", "3", "4", "6", "7", "8"]
 
 
 def test_asked_for_all_rows_stay_and_what_is_held_against_them_is_said() -> None:
-    o = outcomes(flaw=["budget"] + [""] * 8 + ["replaced"], label_mass=mass(system1=(4,)))
+    o = few(flaw=["budget"] + [""] * 8 + ["replaced"], label_mass=mass(system1=(4,)))
     fit = fit_rows(o, 0.3, everything=True)
     assert fit.outcomes is o
     assert [warning.split(":")[1][:7] for warning in fit.warnings] == [" kept 1"] * 3
@@ -112,7 +97,7 @@ def test_asked_for_all_rows_stay_and_what_is_held_against_them_is_said() -> None
 
 def test_a_tune_side_without_a_fit_row_is_an_error_that_says_why() -> None:
     with pytest.raises(CalibError, match=r"7 questions whose thought did not keep its budget.*--include-failed-audits"):
-        fit_rows(outcomes(flaw=[""] * 3 + ["budget"] * 7), 0.3)
+        fit_rows(few(flaw=[""] * 3 + ["budget"] * 7), 0.3)
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------
@@ -153,7 +138,7 @@ def test_the_search_takes_no_noisy_gate() -> None:
     top = np.sort(rng.choice([0.6, 0.95], n) + rng.uniform(0, 0.01, n))
     right = rng.random(n) < np.where(top > 0.9, 0.97, 0.5)
     p1 = np.column_stack([np.where(right, top, 1 - top), np.where(right, 1 - top, top)])
-    o = outcomes(n, p1=p1, p2=np.tile([0.9, 0.1], (n, 2, 1)), tokens=np.tile([50, 200], (n, 1)))
+    o = few(n, p1=p1, p2=np.tile([0.9, 0.1], (n, 2, 1)), tokens=np.tile([50, 200], (n, 1)))
     repeats = Repeats(top, {"base": 0.02})
     limit = parse_targets(["think_rate<30%"])  # fewer than those in doubt: only a gate among equals keeps it
     free, held = (optimum(tabulate(o, repeats=r), limit) for r in (None, repeats))

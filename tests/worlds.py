@@ -178,3 +178,18 @@ def seven_percent() -> World:
         late1=np.zeros(1),
         late2=np.array([[0.14], [0.14]]),
     )
+
+
+def few(n: int = 10, **changes: object) -> Outcomes:
+    """Questions that are all alike, with two budgets; the first three of ten are the test side at a share of 0.3."""
+    fields = {
+        "p1": np.tile([0.8, 0.2], (n, 1)),
+        "p2": np.tile([0.6, 0.4], (n, 2, 1)),
+        "tokens": np.tile([50, 100], (n, 1)),
+        "finished": np.tile([False, True], (n, 1)),
+        "t1": np.full((1, n), 0.1),
+        "t2": np.full((1, n, 2), 1.0),
+        "answer": np.zeros(n, dtype=int),
+        "budgets": [50, 200],
+    }
+    return Outcomes(**(fields | changes))

@@ -5,15 +5,12 @@ Aims: the first page within 3 s once the server is up; new figures within 300 ms
 
 from __future__ import annotations
 
-import os
-import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.appserver import app_server
 from tests.benchmarks import large
 
 pytestmark = pytest.mark.slow
@@ -43,21 +40,8 @@ ARM_TIMER = """() => {
 def url(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("app")
     large.fill(folder / "large.db", large.records())
-    program = f"from calib.dashboard import run_app; run_app({str(folder / 'large.db')!r}, 0, None)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env={**os.environ, "HOME": str(folder)}
-    )
-    try:
-        assert process.stderr is not None
-        found = None
-        while found is None:
-            line = process.stderr.readline()
-            assert line, f"the server ended with code {process.wait()}"
-            found = re.search(r"http://\S+:\d+", line)
-        yield found[0]
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+    with app_server(folder / "large.db", None, folder) as found:
+        yield found
 
 
 def test_first_page(benchmark, url, browser):
