@@ -58,7 +58,7 @@ def compare_confidences(
     targets : sequence of Target
         Limits that the optimum keeps.
     table : Table, optional
-        Of the same outcomes under one of the definitions, where it is known.
+        Where one is known: used if it is of these very outcomes, for its own definition.
 
     Returns
     -------
@@ -69,8 +69,8 @@ def compare_confidences(
     rows = []
     for name in CONFIDENCES:
         sure = confidence(outcomes.p1, name, outcomes.n_options)
-        known = table is not None and (table.confidence, table.pool) == (name, "linear")
-        policy = optimum(table if table is not None and known else tabulate(outcomes, confidence=name), targets).policy
+        fits = table is not None and table.outcomes is outcomes and (table.confidence, table.pool) == (name, "linear")
+        policy = optimum(table if table is not None and fits else tabulate(outcomes, confidence=name), targets).policy
         score = None if policy is None else evaluate(outcomes, policy)
         rows.append(ConfidenceRow(name, metrics.aurc(sure, right, outcomes.weight), policy, score))
     return rows

@@ -448,7 +448,7 @@ class _Report:
                 "-" if row.score is None else seconds(row.score.p90),
                 "-" if row.score is None else seconds(row.score.p99),
             ]
-            for row in compare_confidences(self.tune, kept)
+            for row in compare_confidences(self.tune, kept, table=self.curves.table)
         ]
         head = ["confidence", "area under risk-coverage", "best accuracy", "think rate", "p90", "p99"]
         text = (

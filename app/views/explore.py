@@ -179,11 +179,13 @@ def _trust(now: shell.Bench) -> None:
         )
     left, right = parts.pair("confidences")
     with left:
-        figure = figures.confidences(curves.confidences(points=POINTS), theme=now.theme)
-        figure = parts.small(
-            figure, "Coverage (share kept, surest first)", "Risk (share wrong)", height=400, legend=True
-        )
-        parts.chart(figure, "confidences")
+
+        def draw() -> dict[str, Any]:
+            figure = figures.confidences(curves.confidences(points=POINTS), theme=now.theme)
+            titles = ("Coverage (share kept, surest first)", "Risk (share wrong)")
+            return dict(parts.small(figure, *titles, height=400, legend=True).to_plotly_json())
+
+        parts.chart(now.space.kept(("figure", "confidences", curves.like, now.theme), draw), "confidences")
     with right:
         st.markdown("**Which confidence?**")
         st.dataframe(
