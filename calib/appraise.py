@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calib import certify, intervals
 from calib.certify import alpha_at_look
 from calib.optimise import Table, optimum
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
-from calib.policy import Policy, decide
-from calib.tuning import Demand, Ledger, Tuned, look_of, split_identity
+from calib.policy import Policy
+from calib.tuning import Demand, Ledger, Tuned, judged
 
 __all__ = ["Allowance", "allowance", "appraise"]
 
@@ -88,25 +87,8 @@ def appraise(
         cost=demand.cost,
     )
     test = None if ledger is None else held_out
-    look = 1
-    if test is not None and ledger is not None:
-        look = ledger(split_identity(outcomes), look_of(demand, [policy], outcomes))
     rng = np.random.default_rng(demand.seed)
-    certificate = certify.certify(
-        [policy],
-        tuned_on,
-        test,
-        demand.targets,
-        rng=rng,
-        level=demand.level,
-        look=look,
-        cost=demand.cost,
-        resamples=demand.resamples,
-    )
-    reported = tuned_on if test is None else test
-    rivals = {name: decide(reported, rival) for name, rival in demand.baselines(outcomes).items()}
-    ours = decide(reported, policy)
-    comparisons = intervals.compare(reported, ours, rivals, rng=rng, level=demand.level, resamples=demand.resamples)
+    certificate, comparisons = judged(outcomes, demand, [policy], tuned_on, test, ledger, rng)
     warnings = [*outcomes.warnings]
     if test is None:
         warnings.append("not tested on held-out questions: these are figures of the tune questions")

@@ -26,7 +26,7 @@ from calib import metrics
 from calib.certify import marks_of
 from calib.demand import throughput
 from calib.errors import CalibError
-from calib.jsonnumbers import is_number
+from calib.jsonnumbers import finite, is_number
 from calib.outcomes import Outcomes
 from calib.policy import ALWAYS, Decisions, Policy, candidate_thresholds, confidence, decide, evaluate_decisions
 from calib.risk import share_limit, split_selector, violation_share
@@ -105,7 +105,7 @@ def envelope(
         "thought": _distribution(d.tokens, thought, outcomes),
         "limits": seen,
         "unseen": unseen,
-        "expected": {name: _known(getattr(score, name)) for name in ("tokens", "mean", "p50", "p90", "p99")},
+        "expected": {name: finite(getattr(score, name)) for name in ("tokens", "mean", "p50", "p90", "p99")},
         "speed": _speed(outcomes, d, thought, arm),
         "load": {
             "arm": policy.arm,
@@ -142,7 +142,7 @@ def _effective(outcomes: Outcomes, where: NDArray[np.bool_] | None = None) -> fl
 def _share(event: NDArray[np.bool_], where: NDArray[np.bool_], outcomes: Outcomes) -> dict[str, Any]:
     """Share of an event among some of the questions."""
     share = metrics.mean(event[where], outcomes.weight[where])
-    return {"share": _known(share), "n": _effective(outcomes, where)}
+    return {"share": finite(share), "n": _effective(outcomes, where)}
 
 
 def _distribution(values: Floats, where: NDArray[np.bool_], outcomes: Outcomes) -> dict[str, Any]:
@@ -181,12 +181,12 @@ def _limits(outcomes: Outcomes, d: Decisions, targets: Sequence[Target]) -> tupl
             if target.metric in _MEANS:
                 values = d.tokens if target.metric == "tokens" else d.latency
                 found = metrics.mean(values[where], outcomes.weight[where])
-                seen.append(row | {"allowed": target.value, "found": _known(found), "n": len(where)})
+                seen.append(row | {"allowed": target.value, "found": finite(found), "n": len(where)})
             else:
                 allowed = share_limit(part, outcomes)
                 unknown = part.is_latency and bool(np.isnan(d.latency[where]).any())
                 found = math.nan if unknown else violation_share(part, outcomes, d)
-                seen.append(row | {"allowed": allowed, "found": _known(found), "n": len(where)})
+                seen.append(row | {"allowed": allowed, "found": finite(found), "n": len(where)})
     return seen, unseen
 
 
@@ -388,7 +388,3 @@ def _odd_sizes(record: Mapping[str, Any]) -> str | None:
         if len(sizes) != 1:
             return f"envelope.shadow.bands[{i}]"
     return None
-
-
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 __all__ = ["finite", "is_number"]
@@ -18,7 +19,9 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def finite(value: Any) -> Any:
-    """A value to be written: None for a number that is not finite, also within a list."""
-    if isinstance(value, list):
+    """A value to be written: None for a number that is not finite, lists for tuples, texts for keys; also within."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

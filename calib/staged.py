@@ -40,6 +40,7 @@ from calib.crew import Crew, Job, Progress
 from calib.engine.base import Engine, EngineInfo
 from calib.errors import CalibError
 from calib.fitness import LOW_MASS
+from calib.jsonnumbers import finite
 from calib.optimise import optimum
 from calib.outcomes import Outcomes
 from calib.policy import Policy, confidence
@@ -207,7 +208,7 @@ class Headroom:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; None for what is not known."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = finite(asdict(self))
         for row, report in zip(plain["system1"], self.system1, strict=True):
             row["gate_is_useless"] = report.gate_is_useless
         return plain
@@ -329,18 +330,9 @@ class StagedSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = finite(asdict(self))
         plain["headroom"] = None if self.headroom is None else self.headroom.to_dict()
         return plain
-
-
-def _plain(value: Any) -> Any:
-    """Lists for tuples, None for numbers that JSON does not know."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- when it is enough ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ score split into reliability, resolution and uncertainty, NLL, and the risk-cove
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from calib import exact, metrics
 from calib.errors import CalibError
 from calib.intervals import Interval
+from calib.jsonnumbers import finite
 from calib.outcomes import Outcomes
 from calib.policy import Policy, confidence, decide
 
@@ -61,7 +61,8 @@ class Bins:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; None for what is not known."""
-        return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
+        plain = {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(self).items()}
+        return {name: finite(v) for name, v in plain.items()}
 
 
 def binned(
@@ -240,10 +241,10 @@ class Stage:
         return {
             "n": self.n,
             "unanswered": self.unanswered,
-            **{name: _plain(getattr(self, name)) for name in ("accuracy", "mean_top", "nll", "aurc")},
+            **{name: finite(getattr(self, name)) for name in ("accuracy", "mean_top", "nll", "aurc")},
             "ece": self.ece.to_dict(),
             "ece_mass": self.ece_mass.to_dict(),
-            "brier": {name: _plain(value) for name, value in asdict(self.brier).items()},
+            "brier": finite(asdict(self.brier)),
             "clipped": self.clipped,
             "bins": self.bins.to_dict(),
             "bins_mass": self.bins_mass.to_dict(),
@@ -343,12 +344,3 @@ def _ece_interval(
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
     ece = bins.ece
     return Interval(ece, max(0.0, min(2 * ece - float(high), ece)), max(2 * ece - float(low), ece))
-
-
-def _plain(value: Any) -> Any:
-    """Numbers as JSON knows them; None for NaN."""
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, np.ndarray):
-        return [_plain(one) for one in value.tolist()]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

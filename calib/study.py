@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from calib.errors import CalibError
+from calib.jsonnumbers import finite
 from calib.optimise import Optimum, optimum
 from calib.outcomes import Outcomes
 from calib.policy import Cost, Evaluation, Policy, decide, evaluate_decisions
@@ -125,10 +126,10 @@ class StudyResult:
             "name": self.name,
             "storage": self.storage,
             "trials": self.trials,
-            "objective": _known(self.objective),
+            "objective": finite(self.objective),
             "policy": None if self.policy is None else self.policy.to_dict(),
             "trial": self.trial,
-            "gap": _known(self.gap),
+            "gap": finite(self.gap),
             "study": self.study,
             "sampler": self.sampler,
             "metric": self.metric,
@@ -341,7 +342,7 @@ class _Run:
             margin = target.margin(score)
             trial.set_constraint(str(target), -margin if math.isfinite(margin) else UNKNOWN)
             # the dashboard does not show constraints: a reader finds the margins here, in the unit of the target
-            trial.set_user_attr(f"margin {target}", _known(margin * {"%": 100, "ms": 1000}.get(target.unit, 1)))
+            trial.set_user_attr(f"margin {target}", finite(margin * {"%": 100, "ms": 1000}.get(target.unit, 1)))
         return [float(getattr(score, metric)) for metric in self._objectives]
 
     def completed(self, _study: Study, trial: FrozenTrial) -> None:
@@ -487,7 +488,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as they come back from a storage; a value that JSON cannot hold is an error."""
     found: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     return found
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None

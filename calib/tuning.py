@@ -22,6 +22,7 @@ from calib.certify import Certificate, alpha_at_look, marks_of
 from calib.demand import CALIBRATE, Demand, sustainable_rate, throughput
 from calib.envelope import envelope
 from calib.intervals import Comparison
+from calib.jsonnumbers import finite
 from calib.optimise import Optimum
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
 from calib.policy import Cost, Decisions, Policy, decide, evaluate_decisions
@@ -36,6 +37,7 @@ __all__ = [
     "Demand",
     "Tried",
     "Tuned",
+    "judged",
     "look_of",
     "split_identity",
     "sustainable_rate",
@@ -139,20 +141,20 @@ class Tuned:
             "test": None if policy is None or self.test is None else self._measured(self.test, policy, rng),
             "baselines": self._baselines(rng),
             "exact": {
-                "objective": _known(self.best.objective),
+                "objective": finite(self.best.objective),
                 "metric": self.best.metric,
                 "policy": None if self.best.policy is None else self.best.policy.to_dict(),
                 "method": self.best.method,
-                "mixes": [_known(mix) for mix in self.best.mixes],
+                "mixes": [finite(mix) for mix in self.best.mixes],
             },
             "study": None,
             "nearest": self._nearest(),
             "prices": [
-                {"target": str(p.target), "without_it": _known(p.objective), "gain": _known(p.gain)}
+                {"target": str(p.target), "without_it": finite(p.objective), "gain": finite(p.gain)}
                 for p in self.prices
             ],
-            "margin": {"auto": self.demand.margin and self.test is not None, "costs": _known(self.margin_cost)},
-            "sustainable_rate": None if self.sustainable is None else _known(self.sustainable),
+            "margin": {"auto": self.demand.margin and self.test is not None, "costs": finite(self.margin_cost)},
+            "sustainable_rate": finite(self.sustainable),
             "certificate": None if certificate is None else certificate.to_dict(),
             "calibration": None if self.calibration is None else self.calibration.to_dict(),
             "envelope": None if certificate is None else self._envelope(certificate),
@@ -180,14 +182,14 @@ class Tuned:
         return {
             "seconds": None if self.policy is None else self.policy.deadline,
             "on_deadline": None if self.policy is None or self.policy.deadline is None else self.policy.on_deadline,
-            "gain": _known(gain if self.best.maximize else -gain),
+            "gain": finite(gain if self.best.maximize else -gain),
             "without": {
-                "objective": _known(without.objective),
+                "objective": finite(without.objective),
                 "policy": None if without.policy is None else without.policy.to_dict(),
             },
             "tune": shares(self.tune),
             "test": shares(self.test),
-            "tried": [asdict(one) | {"objective": _known(one.objective)} for one in self.tried],
+            "tried": [asdict(one) | {"objective": finite(one.objective)} for one in self.tried],
         }
 
     def _envelope(self, certificate: Certificate) -> dict[str, Any]:
@@ -225,11 +227,11 @@ class Tuned:
         limits = [t for t in self.demand.targets if t.is_latency and t.upper and t.dataset is None and not t.worst]
         seconds = decisions.latency
 
-        def share(target: Target) -> float | None:
+        def share(target: Target) -> float:
             over = np.where(np.isnan(seconds), np.nan, seconds > 2 * target.value)
-            return _known(metrics.mean(over, outcomes.weight))
+            return metrics.mean(over, outcomes.weight)
 
-        return {"over_twice_limit": {str(target): share(target) for target in limits}}
+        return {"over_twice_limit": finite({str(target): share(target) for target in limits})}
 
     def _measured(self, outcomes: Outcomes, policy: Policy, rng: np.random.Generator) -> dict[str, Any]:
         """Each metric with its interval."""
@@ -268,7 +270,7 @@ class Tuned:
             "relaxations": [
                 {
                     "target": str(r.target),
-                    "needs": None if r.needs is None else _known(r.needs),
+                    "needs": finite(r.needs),
                     "policy": None if r.policy is None else r.policy.to_dict(),
                 }
                 for r in self.nearest.relaxations
@@ -342,25 +344,8 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     candidates = [serving.policy(policy) for policy in _distinct(found, best.maximize)]
 
     rng = np.random.default_rng(demand.seed)
-    look = 1
-    if held_out is not None and ledger is not None:
-        look = ledger(split_identity(outcomes), look_of(demand, candidates, outcomes))
-    certificate = certify.certify(
-        candidates,
-        tuned_on,
-        held_out,
-        demand.targets,
-        rng=rng,
-        level=demand.level,
-        look=look,
-        cost=demand.cost,
-        resamples=demand.resamples,
-        fallback=candidates.index(serving.policy(policy_of(chosen))),
-    )
-    reported = tuned_on if held_out is None else held_out
-    rivals = {name: decide(reported, policy) for name, policy in demand.baselines(outcomes).items()}
-    ours = decide(reported, certificate.policy)
-    comparisons = intervals.compare(reported, ours, rivals, rng=rng, level=demand.level, resamples=demand.resamples)
+    fallback = candidates.index(serving.policy(policy_of(chosen)))
+    certificate, comparisons = judged(outcomes, demand, candidates, tuned_on, held_out, ledger, rng, fallback)
     return Tuned(
         demand,
         outcomes,
@@ -383,6 +368,54 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         None if search.without_deadline is None else serving.optimum(search.without_deadline),
         search.tried,
     )
+
+
+def judged(
+    outcomes: Outcomes,
+    demand: Demand,
+    candidates: Sequence[Policy],
+    tuned_on: Outcomes,
+    test: Outcomes | None,
+    ledger: Ledger | None,
+    rng: np.random.Generator,
+    fallback: int = 0,
+) -> tuple[Certificate, dict[str, Comparison]]:
+    """The verdict on candidates, and the returned one beside each baseline; one look at the test side, if there is one.
+
+    Parameters
+    ----------
+    outcomes, tuned_on, test : Outcomes
+        All questions and both sides; without a test side the figures are those of the tune side.
+    demand : Demand
+    candidates : sequence of Policy
+        In the order in which they are tested.
+    ledger : callable, optional
+        Counts the look.
+    rng : numpy.random.Generator
+        Of the bootstrap.
+    fallback : int, default 0
+        The candidate that is returned when none is certified.
+    """
+    look = 1
+    if test is not None and ledger is not None:
+        look = ledger(split_identity(outcomes), look_of(demand, candidates, outcomes))
+    certificate = certify.certify(
+        candidates,
+        tuned_on,
+        test,
+        demand.targets,
+        rng=rng,
+        level=demand.level,
+        look=look,
+        cost=demand.cost,
+        resamples=demand.resamples,
+        fallback=fallback,
+    )
+    reported = tuned_on if test is None else test
+    rivals = {name: decide(reported, policy) for name, policy in demand.baselines(outcomes).items()}
+    ours = decide(reported, certificate.policy)
+    compared = intervals.compare(reported, ours, rivals, rng=rng, level=demand.level, resamples=demand.resamples)
+    return certificate, compared
 
 
 def _weighted_as(whole: Outcomes, side: Outcomes) -> Outcomes:
@@ -487,7 +520,3 @@ def _questions_hash(outcomes: Outcomes) -> str:
     columns = (outcomes.dataset.tolist(), outcomes.ids.tolist(), outcomes.answer.tolist(), outcomes.weight.tolist())
     rows = sorted(json.dumps(row) for row in zip(*columns, strict=True))
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None

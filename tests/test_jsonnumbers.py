@@ -25,3 +25,4 @@ def test_what_is_none(text):
 
 def test_what_is_written_is_strict_json():
     assert finite([1, math.nan, [math.inf, 2.5], "x", None, True]) == [1, None, [None, 2.5], "x", None, True]
+    assert finite({128: (1.5, -math.inf), "a": {"b": math.nan}}) == {"128": [1.5, None], "a": {"b": None}}

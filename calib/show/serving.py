@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from calib.jsonnumbers import finite
 from calib.show.text import (
     apart,
     duration,
@@ -21,7 +22,6 @@ from calib.show.text import (
     marked_with,
     number,
     percent,
-    plain,
     policy_line,
     say,
     seconds,
@@ -301,7 +301,7 @@ def watch_changes(before: Report | None, now: Watched, *, as_json: bool) -> None
     for finding in changes(before, now.report):
         if as_json:
             line = {"at": now.report.last, "requests": now.report.n} | finding.to_dict()
-            click.echo(json.dumps(plain(line), ensure_ascii=False, allow_nan=False))
+            click.echo(json.dumps(finite(line), ensure_ascii=False, allow_nan=False))
         else:
             _finding(finding, at=now.report.last)
     sys.stdout.flush()  # whoever reads the other end of a pipe waits for this line

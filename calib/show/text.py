@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from calib.jsonnumbers import finite
 from calib.target import RATES, Target
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = [
     "marked_with",
     "number",
     "percent",
-    "plain",
     "policy_line",
     "printable",
     "say",
@@ -138,18 +138,7 @@ def warn(text: str) -> None:
 
 def echo_json(document: Mapping[str, Any]) -> None:
     """Print a document for machines: strict JSON, unknown numbers as null."""
-    click.echo(json.dumps(plain(document), ensure_ascii=False, indent=2, allow_nan=False))
-
-
-def plain(value: Any) -> Any:
-    """Values as strict JSON knows them: None for NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value
+    click.echo(json.dumps(finite(document), ensure_ascii=False, indent=2, allow_nan=False))
 
 
 def duration(value: float | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from calib.jsonnumbers import finite
 from calib.show.text import (
     DEFAULT_STORE,
     apart,
@@ -252,8 +253,8 @@ def why(rows: Sequence[WhyRow], warnings: Sequence[str], *, bands: bool) -> None
             f"{row.lost:,}",
             f"{row.p_value:.2g}",
             number(row.auc, 2),
-            seconds(_finite(row.seconds_per_correction)),
-            number(_finite(row.tokens_per_correction), 1),
+            seconds(finite(row.seconds_per_correction)),
+            number(finite(row.tokens_per_correction), 1),
             row.advice,
         ]
         for row in shown
@@ -269,10 +270,6 @@ def why(rows: Sequence[WhyRow], warnings: Sequence[str], *, bands: bool) -> None
             say(f"{row.dataset}: {row.reason}")
     for text in warnings:
         warn(text)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def calibration(
