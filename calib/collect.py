@@ -500,6 +500,8 @@ def run(
 def in_loop(main: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
     """Run in an event loop of its own: the first SIGINT or SIGTERM sets the event, the second one cancels.
 
+    A SIGINT that the process was started to ignore, as a shell starts its background jobs, stays ignored.
+
     Raises
     ------
     KeyboardInterrupt
@@ -520,7 +522,7 @@ def in_loop(main: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set ``stop``; the second one cancels the current task."""
+    """SIGINT, unless it is ignored, and SIGTERM set ``stop``; the second one cancels the current task."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
@@ -531,8 +533,8 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             task.cancel()
         stop.set()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [number for number in before if number == signal.SIGTERM or before[number] is not signal.SIG_IGN]
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:

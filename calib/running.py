@@ -113,7 +113,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish the requests in flight; a second signal does not wait for them.
 
-    SIGHUP calls the application's ``state.hang_up``, if it has one. To be called from the main thread, as
+    A SIGINT that the process was started to ignore, as a shell starts its background jobs, stays ignored. SIGHUP calls
+    the application's ``state.hang_up``, if it has one. To be called from the main thread, as
     ``run(lambda: open_app(engine, policy=policy), port=8000)``.
 
     Parameters
@@ -149,14 +150,15 @@ async def _run(
                 server.force_exit = stop.is_set()
                 stop.set()
 
-            for number in _SIGNALS:
+            numbers = [n for n in _SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+            for number in numbers:
                 loop.add_signal_handler(number, on_signal)
             if (hang_up := getattr(app.state, "hang_up", None)) is not None:
                 loop.add_signal_handler(signal.SIGHUP, hang_up)
             if announce is not None:
                 announce(server.url)
             await stop.wait()
-        for number in _SIGNALS:  # not before the drain is over: until then a second signal has to reach us
+        for number in numbers:  # not before the drain is over: until then a second signal has to reach us
             loop.remove_signal_handler(number)
 
 

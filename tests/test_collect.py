@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calib.collect import CollectSummary, Progress, choose, collect, run
+from calib.collect import CollectSummary, Progress, choose, collect, in_loop, run
 from calib.engine.base import ServerBusy
 from calib.engine.decide import DecideEngine
 from calib.engine.http import HttpClient
@@ -707,6 +707,25 @@ async def test_a_second_ctrl_c_does_not_wait(server: MisbehavingServer, collecto
     code, summary = await asyncio.wait_for(collectors.end(), 15)
     assert (code, summary) == (130, None)
     assert len(stored(path)) == len(server.times_asked()) - CONCURRENCY  # what was answered is there
+
+
+def test_a_background_job_ignores_ctrl_c_and_obeys_sigterm() -> None:
+    """A shell starts a job in the background so that it ignores SIGINT."""
+    seen: list[bool] = []
+
+    async def main(stop: asyncio.Event) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.05)
+            seen.append(stop.is_set())
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        in_loop(main)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [False, True]
 
 
 def test_run_asks_every_arm_and_remembers_what_it_was_told_but_no_secret(

@@ -651,6 +651,23 @@ async def test_a_second_signal_does_not_wait(process):
     assert await asyncio.to_thread(process.wait, 20) == 0
 
 
+async def test_a_background_job_ignores_ctrl_c_and_obeys_sigterm():
+    """A shell starts a job in the background so that it ignores SIGINT."""
+    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-W", "error", "-c", SERVER]
+    with subprocess.Popen(background, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            url = child.stderr.readline().strip()
+            async with aiohttp.ClientSession(url) as session:
+                os.kill(child.pid, signal.SIGINT)
+                await asyncio.sleep(0.2)
+                assert (await get(session, "/health"))[0] == 200
+            os.kill(child.pid, signal.SIGTERM)
+            assert await asyncio.to_thread(child.wait, 20) == 0
+            assert child.stderr.read() == "clean\n"
+        finally:
+            child.kill()
+
+
 # --- in front of the simulated engine ---------------------------------------------------------------------------------
 
 
