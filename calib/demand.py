@@ -19,10 +19,13 @@ from calib.outcomes import Outcomes
 from calib.policy import Cost, Policy, baselines, evaluate
 from calib.target import Target
 
-__all__ = ["CALIBRATE", "Demand", "sustainable_rate", "throughput"]
+__all__ = ["CALIBRATE", "ROUTES", "Demand", "sustainable_rate", "throughput"]
 
 CALIBRATE = ("none", "auto")
 """Whether the policy is tuned on calibrated probabilities: no, or with the steps that gain beyond noise."""
+
+ROUTES = ("dataset", "kind", "n_options")
+"""What routes can go by."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ class Demand:
         Definition that the threshold means, one of `calib.policy.CONFIDENCES`.
     deadlines : tuple of float or "auto"
         Seconds after which a thought is closed that are tried beside none; "auto" takes them from the limits on the
-        latency and from the seconds of thinking (`calib.deadline.candidates`).
+        latency and from the seconds of thinking (`calib.deadline.candidates`), and none of them where the gain could be
+        chance (`calib.spaces.Spaces.worthwhile`).
+    route_by : {"dataset", "kind", "n_options"} or None
+        What routes may go by that are looked for beside one policy for all; None looks for none.
     repeats : Repeats or None
         To what p1 repeats; gates that are finer are refused. None refuses none.
     seed, resamples : int
@@ -75,6 +81,7 @@ class Demand:
     calibrate: str = "none"
     confidence: str = "max"
     deadlines: tuple[float, ...] | Literal["auto"] = ()
+    route_by: str | None = None
     repeats: Repeats | None = None
     seed: int = 0
     resamples: int = intervals.RESAMPLES
@@ -84,6 +91,19 @@ class Demand:
             raise CalibError(f"deadlines must be seconds above 0, got {list(self.deadlines)}")
         if self.calibrate not in CALIBRATE:
             raise CalibError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
+        if self.route_by is not None and self.route_by not in ROUTES:
+            raise CalibError(f"--routes must be one of {', '.join(ROUTES)}, got {self.route_by!r}")
+        others = {
+            "--deadline": bool(self.deadlines),
+            "--calibrate auto": self.calibrate == "auto",
+            f"--confidence {self.confidence}": self.confidence != "max",
+            "--prefer cheapest": self.cheapest,
+        }
+        if self.route_by is not None and any(others.values()):
+            named = next(name for name, given in others.items() if given)
+            raise CalibError(
+                f"--routes {self.route_by} with {named}: routes are looked for without it only; leave one of both out"
+            )
 
     def limits(self, outcomes: Outcomes, arm: str) -> tuple[Target, ...]:
         """The targets, and the most tokens a request that the arm sustains at the rate, where it is known."""

@@ -192,7 +192,7 @@ def unroutable(policy: Policy, carried: Collection[str] = ()) -> str:
         f"{lost} of {len(policy.routes)} routes go by {', '.join(missing)}, and requests carry only "
         f"{', '.join(sorted({'kind', 'n_options', *carried}))}: those questions would be answered under the default "
         f"policy. If the clients send it with each request, say so: --route-keys {','.join(route_keys_of(policy))}; "
-        "else tune one policy for all: calib optimize --study policy"
+        "else tune one policy for all: calib optimize --routes none"
     )
 
 

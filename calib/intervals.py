@@ -21,7 +21,7 @@ from calib.policy import Cost, Decisions, evaluate_decisions
 from calib.risk import capacities, independent
 from calib.target import METRICS
 
-__all__ = ["Comparison", "Interval", "bootstrap_interval", "compare", "intervals"]
+__all__ = ["Comparison", "Interval", "bootstrap_interval", "compare", "difference", "intervals"]
 
 Floats = NDArray[np.float64]
 
@@ -238,6 +238,34 @@ def compare(
         difference = float(change.sum() / weight.sum())
         found[name] = Comparison(name, outcomes.n, difference, low, high, gained, lost, p, level)
     return found
+
+
+def difference(
+    outcomes: Outcomes,
+    ours: Decisions,
+    other: Decisions,
+    metric: str,
+    *,
+    rng: np.random.Generator,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    cost: Cost | None = None,
+) -> Interval:
+    """Any metric of one policy minus that of another on the same questions, each resample scored under both.
+
+    Skill takes the chance level as fixed. ECE adds to itself with each resample, but to both policies alike.
+    """
+    scores = [getattr(evaluate_decisions(outcomes, d, cost=cost), metric) for d in (ours, other)]
+    name, scale = metric, 1.0
+    if metric == "skill":
+        name, scale = "accuracy", 1 / (1 - metrics.mean(1 / outcomes.n_options, outcomes.weight))
+    seed = int(rng.integers(2**63))
+    first, second = (
+        _replicates(outcomes, d, cost, {name}, np.random.default_rng(seed), resamples)[name] for d in (ours, other)
+    )
+    with np.errstate(invalid="ignore"):  # two infinite ones have no known difference
+        low, high = _quantiles(scale * (first - second), ((1 - level) / 2, (1 + level) / 2))
+        return Interval(float(np.subtract(*scores)), low, high)
 
 
 def _counts(groups: int, resamples: int, rng: np.random.Generator) -> Iterator[Floats]:

@@ -1,6 +1,7 @@
 """Policies as they lie about: saved in a store, in files, in export folders and their histories.
 
-Reads and writes nothing. Leaves to others: comparing two (`calib.diff`), exporting one (`calib.export`).
+`save` keeps what was tuned, `saved` finds it again. Leaves to others: comparing two (`calib.diff`), exporting one
+(`calib.export`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from calib.provenance import Provenance
 from calib.store import Store, load_outcomes
 from calib.vllmyaml import read_start
 
-__all__ = ["Saved", "provenance", "saved", "without_routes"]
+__all__ = ["Saved", "provenance", "save", "saved", "without_routes"]
 
 _COMPARED = ("accuracy", "think_rate", "p50", "p90", "p99", "tokens")
 _AT_ENTRY = re.compile(r"(?P<folder>.*)@(?P<number>\d{1,6})", re.DOTALL)
@@ -44,6 +45,33 @@ class Saved:
     where: str
     name: str
     document: Mapping[str, Any]
+
+
+def save(store: Store, name: str, document: Mapping[str, Any]) -> str | None:
+    """Save what ``calib optimize`` found, unless it found no policy and one is saved under the name.
+
+    Parameters
+    ----------
+    store : Store
+    name : str
+    document : mapping
+        With ``policy`` None where nothing met the targets.
+
+    Returns
+    -------
+    str or None
+        What stays in its place, in words; None where the document was saved.
+    """
+    if document.get("policy") is None:
+        before = next((one for one in store.policies() if one.name == name), None)
+        if before is not None and before.document.get("policy") is not None:
+            limits = ", ".join(str(one.get("target")) for one in before.document.get("targets") or ())
+            return (
+                f"{name!r} stays as it was tuned on {before.created[:16].replace('T', ' ')} UTC "
+                f"{f'for {limits}' if limits else 'without a target'}: this result has no policy, and was not saved"
+            )
+    store.save_policy(name, document)
+    return None
 
 
 def saved(name: str, store: Store | str | os.PathLike[str]) -> Saved:

@@ -7,6 +7,7 @@ one table, to `calib.tuning` margin and verdict.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +19,13 @@ from calib import calibrate, deadline, intervals, optimise
 from calib.calibrate import Calibration
 from calib.demand import Demand, throughput
 from calib.errors import CalibError
+from calib.gain import Gain, gain_over
 from calib.optimise import Optimum, Table, optimum, tabulate
 from calib.outcomes import Outcomes
 from calib.policy import ON_DEADLINE, Decisions, Policy, decide, evaluate
 from calib.target import Target
 
-__all__ = ["Serving", "Spaces", "Tried", "policy_of"]
+__all__ = ["LeftOut", "Serving", "Spaces", "Tried", "policy_of"]
 
 _SAME = 1e-12
 """Objectives this close are equal."""
@@ -147,6 +149,38 @@ class Tried:
     objective: float
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """The best policy with a deadline, which was not taken: its gain over the best one without could be chance.
+
+    Attributes
+    ----------
+    policy : Policy
+        As the search saw it, without temperatures.
+    gain : Gain
+        On the tune questions.
+    tried : int
+        Deadlines, arms and rules that it is the best of.
+    """
+
+    policy: Policy
+    gain: Gain
+    tried: int
+
+    @property
+    def sentence(self) -> str:
+        """What was left out, and how to have it all the same."""
+        seconds = f"{self.policy.deadline:g}s"
+        return (
+            f"a deadline of {seconds} was left out: its gain on the tune questions, {self.gain}, could be chance (the "
+            f"best of {self.tried} tried), and only the gateway could keep it; to have it: --deadline {seconds}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"policy": self.policy.to_dict(), **self.gain.to_dict(), "tried": self.tried}
+
+
 class _Late(NamedTuple):
     """A deadline to be searched: in one arm, with one rule, at the budgets where it changes something."""
 
@@ -176,8 +210,15 @@ class Spaces:
     without_deadline : Optimum or None
         The best without a deadline; None where no deadline was asked for.
     tried : tuple of Tried
+    left_out : LeftOut or None
+        What `worthwhile` left out.
+    gain : Gain or None
+        Why `worthwhile` left none out, where something is feasible without: over that, with the same margin.
     warnings : list of str
     """
+
+    left_out: LeftOut | None = None
+    gain: Gain | None = None
 
     def __init__(self, serving: Serving, demand: Demand, whole: Outcomes) -> None:
         self.demand, self._serving = demand, serving
@@ -244,6 +285,43 @@ class Spaces:
             for kept, required in zip(found, requirements, strict=True):
                 kept.append(optimum(table, targets, **self._asked, requirements=required))
         return [self._best_of(some) for some in found]
+
+    def worthwhile(self, found: Optimum, requirements: Mapping[Target, float]) -> Spaces:
+        """These spaces, or those without a deadline where none is worth what it takes: a gateway to keep it.
+
+        One is where nothing is feasible without, or where the policy that was found under the requirements gains more
+        in the objective than chance would, on the tune questions, over the best without a deadline. The margin counts
+        as part of what is feasible. The level is not shared out among the deadlines that were tried: the policy without
+        one is the best of as many as well, and where none gains in truth one in a thousand was taken in simulations.
+        """
+        if self.without_deadline is None or not self._late:
+            return self
+        policy = policy_of(found)
+        alone = copy.copy(self)
+        alone._late, alone._kept, alone.best = [], {}, self.without_deadline
+        if policy.deadline is None:
+            return alone
+        (plain,) = alone.optima([requirements])
+        if plain.policy is None:
+            return self
+        outcomes, demand = next(iter(self._plain)).outcomes, self.demand
+        gain = gain_over(
+            outcomes,
+            decide(outcomes, policy),
+            decide(outcomes, plain.policy),
+            found.metric,
+            maximize=found.maximize,
+            rng=np.random.default_rng(demand.seed),
+            level=demand.level,
+            resamples=demand.resamples,
+            cost=demand.cost,
+        )
+        if gain.beyond_noise:
+            self.gain = gain
+            return self
+        if gain.value > 0:  # else it is merely the cheaper one of two that do alike
+            alone.left_out = LeftOut(policy, gain, len(self._late))
+        return alone
 
     def nearest(self) -> optimise.Nearest:
         """What to give up: the policy that violates least, and the least change of each limit that some table has.

@@ -27,6 +27,7 @@ from calib.jsonnumbers import finite
 from calib.optimise import Optimum, optimum
 from calib.outcomes import Outcomes
 from calib.policy import Cost, Evaluation, Policy, decide, evaluate_decisions
+from calib.risk import violation_share
 from calib.search import Search
 from calib.studyfile import Attempt, Context, StudyFile, load_study
 from calib.studystore import default_storage, opened, patiently, shown
@@ -91,6 +92,8 @@ class StudyResult:
     warnings : tuple of str
     trial : int or None
         Number of the best of the feasible trials.
+    attempts : tuple of Attempt
+        Every completed trial, in order.
     """
 
     name: str
@@ -110,6 +113,7 @@ class StudyResult:
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     trial: int | None = None
+    attempts: tuple[Attempt, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -164,6 +168,8 @@ def run_study(
     arms: Sequence[str] | None = None,
     budgets: Sequence[int] | None = None,
     exact: Optimum | None = None,
+    route_by: str | None = None,
+    requirements: Mapping[Target, float] | None = None,
     progress: Progress | None = None,
 ) -> StudyResult:
     """Run a study, or go on with it.
@@ -201,6 +207,10 @@ def run_study(
         Where to look; everywhere when left out.
     exact : Optimum, optional
         The optimum for the same question where it is known; found here when left out.
+    route_by : str, optional
+        What the routes of a study that makes some are to go by.
+    requirements : mapping of Target to float, optional
+        Margins that sampling is to leave (see `Context`).
     progress : callable, optional
 
     Raises
@@ -225,6 +235,8 @@ def run_study(
         tuple(outcomes.budgets.tolist() if budgets is None else [int(b) for b in budgets]),
         cost,
         GRID_STEP if sampler in COUNTING else None,
+        route_by,
+        dict(requirements or {}),
     )
     objectives = file.objectives or (context.metric,)
     Search(outcomes, (), None, None, cost, arms, budgets, None, metrics=objectives)  # refuses what is not known
@@ -267,6 +279,7 @@ def run_study(
         seconds=time.monotonic() - began,
         warnings=(f"the sampler {sampler!r} does not look at the targets",) if sampler in UNGUIDED and targets else (),
         trial=None if best is None else best.number,
+        attempts=tuple(attempts),
     )
 
 
@@ -343,6 +356,8 @@ class _Run:
             trial.set_constraint(str(target), -margin if math.isfinite(margin) else UNKNOWN)
             # the dashboard does not show constraints: a reader finds the margins here, in the unit of the target
             trial.set_user_attr(f"margin {target}", finite(margin * {"%": 100, "ms": 1000}.get(target.unit, 1)))
+        for target, most in context.requirements.items():
+            trial.set_constraint(f"room below {target}", violation_share(target, context.outcomes, decisions) - most)
         return [float(getattr(score, metric)) for metric in self._objectives]
 
     def completed(self, _study: Study, trial: FrozenTrial) -> None:
@@ -372,7 +387,7 @@ class _Run:
             Policy.from_dict(trial.user_attrs[_POLICY]),
             math.nan if value is None else value,
             tuple(trial.values),
-            all(violation <= 0 for violation in trial.constraints.values()),
+            all(trial.constraints.get(str(target), -1.0) <= 0 for target in self._context.targets),
             metrics,
         )
 
@@ -420,6 +435,8 @@ def _question(file: StudyFile, objectives: Sequence[str], ways: Sequence[str], c
         "arms": list(context.arms),
         "budgets": list(context.budgets),
         "grid": context.step,
+        "routes": context.route_by,
+        "room": {str(target): most for target, most in context.requirements.items()} or None,
         "outcomes": _fingerprint(context.outcomes),
     }
     return _plain(question)

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,11 @@ class Context:
         Prices of the metric ``cost``.
     step : float or None
         Width of the grid for samplers that try every policy; None in a continuous space.
+    route_by : str or None
+        What routes are to go by: ``dataset``, ``kind`` or ``n_options``; None leaves it to the study file.
+    requirements : mapping of Target to float
+        Share of questions that may break each of these targets at most, where sampling is to leave a margin below the
+        targets; what meets the targets alone is feasible all the same.
     """
 
     outcomes: Outcomes
@@ -113,6 +118,8 @@ class Context:
     budgets: tuple[int, ...]
     cost: Cost | None = None
     step: float | None = None
+    route_by: str | None = None
+    requirements: Mapping[Target, float] = field(default_factory=dict)
 
     @cached_property
     def gate(self) -> Gate:

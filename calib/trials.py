@@ -117,6 +117,7 @@ def read_trials(store: str | os.PathLike[str], name: str) -> Trials:
         study = _loaded(kept, name)
         done = [t for t in study.get_trials(deepcopy=False) if t.state.name == "COMPLETE" and "policy" in t.user_attrs]
         question = study.user_attrs.get("question") or {}
+        limits = set(question.get("targets") or ())
         metric = (study.metric_names or ["objective"])[0]
         maximize = study.directions[0].name == "MAXIMIZE"
     keys = sorted({key for trial in done for key in trial.user_attrs})
@@ -133,7 +134,7 @@ def read_trials(store: str | os.PathLike[str], name: str) -> Trials:
         maximize,
         tuple(question.get("targets") or ()),
         np.array([trial.values[0] for trial in done], dtype=float),
-        np.array([all(v <= 0 for v in trial.constraints.values()) for trial in done], dtype=bool),
+        np.array([all(v <= 0 for k, v in trial.constraints.items() if k in limits) for trial in done], dtype=bool),
         {key: [trial.params.get(key) for trial in done] for key in params},
         {key: column(key) for key in numeric if not key.startswith(_MARGIN)},
         {key.removeprefix(_MARGIN): column(key) for key in keys if key.startswith(_MARGIN)},

@@ -21,13 +21,15 @@ from calib.calibrate import Calibration
 from calib.certify import Certificate, alpha_at_look, marks_of
 from calib.demand import CALIBRATE, Demand, sustainable_rate, throughput
 from calib.envelope import envelope
+from calib.gain import Gain
 from calib.intervals import Comparison
 from calib.jsonnumbers import finite
 from calib.optimise import Optimum
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
-from calib.policy import Cost, Decisions, Policy, decide, evaluate_decisions
+from calib.policy import NEVER, Cost, Decisions, Policy, decide, evaluate_decisions
 from calib.risk import Requirement
-from calib.spaces import Serving, Spaces, Tried, policy_of
+from calib.routing import Offer, Routed, check_routes, taken
+from calib.spaces import LeftOut, Serving, Spaces, Tried, policy_of
 from calib.target import Target
 from calib.why import hurting, why
 
@@ -47,6 +49,9 @@ __all__ = [
 
 FACTORS = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of the automatic margin that the candidates leave; 1 is the one that is returned when none is certified."""
+
+ONE_FOR_ALL = "one policy for all"
+"""What a policy with routes is compared with, beside the baselines."""
 
 Ledger = Callable[[str, Mapping[str, Any]], int]
 """Enters a look (identity of the test split, what was looked at) and returns its number, 1 at first."""
@@ -83,6 +88,12 @@ class Tuned:
         As `best`, among the policies without a deadline; None where no deadline was asked for.
     tried : tuple of Tried
         Deadlines that were looked at.
+    left_out : LeftOut or None
+        The deadline among them whose gain could be chance, where it was left to calib to take one.
+    deadline_gain : Gain or None
+        Else what the best policy gains over the best one without a deadline, both with the margin.
+    routed : Routed or None
+        What came of looking for routes; None where none were asked for, and where nothing is feasible.
     """
 
     demand: Demand
@@ -100,6 +111,9 @@ class Tuned:
     searched: Outcomes | None = None
     without_deadline: Optimum | None = None
     tried: tuple[Tried, ...] = ()
+    left_out: LeftOut | None = None
+    deadline_gain: Gain | None = None
+    routed: Routed | None = None
 
     @property
     def policy(self) -> Policy | None:
@@ -164,7 +178,23 @@ class Tuned:
         }
         if self.without_deadline is not None:
             document["deadline"] = self._deadline(self.without_deadline)
+        if self.routed is not None:
+            document["routes"] = self._routes(self.routed)
         return document
+
+    def _routes(self, routed: Routed) -> dict[str, Any]:
+        """What routes change: the best one policy for all, and the difference to it on the reported questions."""
+        without, compared = routed.without, self.comparisons.get(ONE_FOR_ALL)
+        return {
+            "by": routed.by,
+            "tried": routed.tried,
+            "taken": self.policy is not None and bool(self.policy.routes),
+            "gain": finite(routed.gain),
+            "without": None
+            if without is None
+            else {"objective": finite(without.objective), "policy": policy_of(without).to_dict()},
+            "difference": None if compared is None else compared.to_dict(),
+        }
 
     def _deadline(self, without: Optimum) -> dict[str, Any]:
         """What a deadline changes: the deadlines that were tried, the optimum without one, and what is closed."""
@@ -178,17 +208,19 @@ class Tuned:
                 "degraded": metrics.mean(decisions.degraded, outcomes.weight),
             }
 
-        gain = self.best.objective - without.objective
+        with_one, alone = self.best.objective, without.objective
         return {
             "seconds": None if self.policy is None else self.policy.deadline,
             "on_deadline": None if self.policy is None or self.policy.deadline is None else self.policy.on_deadline,
-            "gain": finite(gain if self.best.maximize else -gain),
+            "gain": finite(with_one - alone if self.best.maximize else alone - with_one),
             "without": {
                 "objective": finite(without.objective),
                 "policy": None if without.policy is None else without.policy.to_dict(),
             },
             "tune": shares(self.tune),
             "test": shares(self.test),
+            "gain_with_margin": None if self.deadline_gain is None else self.deadline_gain.to_dict(),
+            "left_out": None if self.left_out is None else self.left_out.to_dict(),
             "tried": [asdict(one) | {"objective": finite(one.objective)} for one in self.tried],
         }
 
@@ -196,10 +228,11 @@ class Tuned:
         """What ``calib watch`` holds traffic against.
 
         Any candidate could have come out first on held-out questions; the tune questions chose among all budgets and
-        deadlines.
+        deadlines, and the policies with routes that were offered.
         """
         held_out = self.test is not None
         knobs = len(self.outcomes.budgets) * (1 + len(self.tried))
+        knobs += 0 if self.routed is None else self.routed.tried
         return envelope(
             self.reported,
             certificate.policy,
@@ -286,7 +319,7 @@ class Tuned:
         return {"test_share": self.demand.test_share, "by_dataset": by_dataset}
 
 
-def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) -> Tuned:
+def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None, routes: Offer | None = None) -> Tuned:
     """Find the best policy inside the targets on the tune questions, and test it on those held out.
 
     Parameters
@@ -295,21 +328,42 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
     demand : Demand
     ledger : callable, optional
         Counts the looks at the test split; each run is the first look when left out.
+    routes : callable, optional
+        Offers policies with routes, where the demand says what they go by.
 
     Raises
     ------
     CalibError
-        A target on a metric that is not known here, an arm or a budget that was not collected, too few to split.
+        A target on a metric that is not known here, an arm or a budget that was not collected, too few to split,
+        routes by something that is the same for all questions.
     """
     tuned_on, held_out = outcomes.split(demand.test_share)
     tuned_on = _weighted_as(outcomes, tuned_on)
     held_out = None if held_out is None else _weighted_as(outcomes, held_out)
+    if demand.route_by is not None:
+        check_routes(tuned_on, demand.route_by)
     serving = Serving(tuned_on, demand)
     search = Spaces(serving, demand, outcomes)
-    best = search.best
     warnings = [*outcomes.warnings, *search.warnings, *_unheard(outcomes, held_out)]
-    if best.policy is None:
+    required = _required(demand, tuned_on, held_out)
+    found = _found(search, required)
+    if demand.deadlines == "auto" and found:
+        at = _kept(found)
+        worth = search.worthwhile(found[at], required[at])
+        if worth is not search:
+            search, found = worth, _found(worth, required)
+    best, plain, tried = search.best, found, 0
+    if demand.route_by is not None and routes is not None:
+        starts = list(dict.fromkeys(policy_of(one) for one in found.values()))
+        offered = [one for one in routes(tuned_on, best, starts, required.get(1.0, {})) if one.routes]
+        tried, found = len(offered), taken(offered, tuned_on, demand, found, required, best)
+    if not found:
         nearest = serving.nearest(search.nearest())
+        if demand.route_by is not None:
+            warnings.append(
+                f"no policy with routes by {demand.route_by} meets the targets either ({tried} tried); the nearest is "
+                "one policy for all"
+            )
         warnings.extend(serving.warnings(None))
         return Tuned(
             *(demand, outcomes, tuned_on, held_out, best, None, nearest, (), math.nan, {}, tuple(warnings)),
@@ -319,16 +373,9 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
             tried=search.tried,
         )
 
-    found, whole = {0.0: best}, True
-    required: dict[float, Mapping[Target, float]] = {0.0: {}}
-    if demand.margin and held_out is not None and demand.targets:
-        # sized for a first look whatever the ledger says, so that the same run again finds the same candidates
-        requirements = risk.auto_margin(demand.targets, tuned_on, held_out, alpha=alpha_at_look(demand.level, 1))
-        required |= {factor: _scaled(requirements, factor) for factor in FACTORS[:-1]}
-        stricter = search.optima([required[factor] for factor in FACTORS[:-1]])
-        found |= {f: one for f, one in zip(FACTORS[:-1], stricter, strict=True) if one.policy is not None}
-        whole = 1.0 in found
-    if not whole:
+    if search.left_out is not None:
+        warnings.append(search.left_out.sentence)
+    if 1.0 in required and 1.0 not in found:
         each = search.optima([{target: most} for target, most in required[1.0].items()])
         alone = [target for target, one in zip(required[1.0], each, strict=True) if one.policy is None]
         named = f" of {', '.join(map(str, alone))}" if alone else "s"
@@ -336,16 +383,20 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
             f"no policy leaves the whole margin below the limit{named}: on new questions they may well be broken. "
             "More questions need less margin"
         )
-    chosen = found[max(factor for factor in found if factor <= 1)]
-    margin_cost = abs(best.objective - chosen.objective) if len(found) > 1 else math.nan
+    chosen = found[_kept(found)]
+    routed = None
+    if demand.route_by is not None:
+        routed = Routed(demand.route_by, tried, chosen, plain[_kept(plain)] if plain else None)
+    margin_cost = abs(found[0.0].objective - chosen.objective) if len(found) > 1 else math.nan
     if demand.cheapest:
         found = {factor: search.cheapest(one, required[factor]) for factor, one in found.items()}
-        chosen = found[max(factor for factor in found if factor <= 1)]
+        chosen = found[_kept(found)]
     candidates = [serving.policy(policy) for policy in _distinct(found, best.maximize)]
 
     rng = np.random.default_rng(demand.seed)
     fallback = candidates.index(serving.policy(policy_of(chosen)))
-    certificate, comparisons = judged(outcomes, demand, candidates, tuned_on, held_out, ledger, rng, fallback)
+    beside = {} if routed is None or routed.without is None else {ONE_FOR_ALL: policy_of(routed.without)}
+    certificate, comparisons = judged(outcomes, demand, candidates, tuned_on, held_out, ledger, rng, fallback, beside)
     return Tuned(
         demand,
         outcomes,
@@ -354,19 +405,23 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None) ->
         serving.optimum(best),
         certificate,
         None,
-        serving.prices(search.prices(best)),
+        () if best.policy is None else serving.prices(search.prices(best)),
         margin_cost,
         comparisons,
         (
             *warnings,
             *serving.warnings(certificate.policy),
             *deadline.warnings(tuned_on, certificate.policy),
+            *([] if routed is None else routed.warnings(certificate.policy)),
             *_warnings(serving.searched, certificate, comparisons),
         ),
         serving.fitted(certificate.policy),
         serving.searched,
         None if search.without_deadline is None else serving.optimum(search.without_deadline),
         search.tried,
+        search.left_out,
+        search.gain,
+        routed,
     )
 
 
@@ -379,6 +434,7 @@ def judged(
     ledger: Ledger | None,
     rng: np.random.Generator,
     fallback: int = 0,
+    beside: Mapping[str, Policy] | None = None,
 ) -> tuple[Certificate, dict[str, Comparison]]:
     """The verdict on candidates, and the returned one beside each baseline; one look at the test side, if there is one.
 
@@ -395,6 +451,8 @@ def judged(
         Of the bootstrap.
     fallback : int, default 0
         The candidate that is returned when none is certified.
+    beside : mapping of str to Policy, optional
+        What the returned one is compared with besides, if it has routes.
     """
     look = 1
     if test is not None and ledger is not None:
@@ -412,7 +470,8 @@ def judged(
         fallback=fallback,
     )
     reported = tuned_on if test is None else test
-    rivals = {name: decide(reported, policy) for name, policy in demand.baselines(outcomes).items()}
+    others = dict(beside or {}) if certificate.policy.routes else {}
+    rivals = {name: decide(reported, policy) for name, policy in (demand.baselines(outcomes) | others).items()}
     ours = decide(reported, certificate.policy)
     compared = intervals.compare(reported, ours, rivals, rng=rng, level=demand.level, resamples=demand.resamples)
     return certificate, compared
@@ -442,6 +501,30 @@ def _unheard(whole: Outcomes, held_out: Outcomes | None) -> list[str]:
     )
 
 
+def _required(demand: Demand, tuned_on: Outcomes, held_out: Outcomes | None) -> dict[float, Mapping[Target, float]]:
+    """By the share of the automatic margin: which share of the questions may break each target at most."""
+    required: dict[float, Mapping[Target, float]] = {0.0: {}}
+    if demand.margin and held_out is not None and demand.targets:
+        # sized for a first look whatever the ledger says, so that the same run again finds the same candidates
+        requirements = risk.auto_margin(demand.targets, tuned_on, held_out, alpha=alpha_at_look(demand.level, 1))
+        required |= {factor: _scaled(requirements, factor) for factor in FACTORS[:-1]}
+    return required
+
+
+def _found(search: Spaces, required: Mapping[float, Mapping[Target, float]]) -> dict[float, Optimum]:
+    """The best policy that leaves each share of the margin, where there is one; empty where none is feasible."""
+    if search.best.policy is None:
+        return {}
+    stricter = [factor for factor in required if factor > 0]
+    optima = search.optima([required[factor] for factor in stricter])
+    return {0.0: search.best} | {f: one for f, one in zip(stricter, optima, strict=True) if one.policy is not None}
+
+
+def _kept(found: Mapping[float, Optimum]) -> float:
+    """The largest share of the margin, up to all of it, that some policy leaves."""
+    return max(factor for factor in found if factor <= 1)
+
+
 def _scaled(requirements: Iterable[Requirement], factor: float) -> dict[Target, float]:
     """Largest share that may break each target, for a part or a multiple of the margin."""
     return {r.target: max(0.0, r.limit - factor * (r.limit - r.max_share)) for r in requirements if r.power}
@@ -463,9 +546,9 @@ def _warnings(tuned_on: Outcomes, certificate: Certificate, comparisons: Mapping
     alike = [name for name, c in comparisons.items() if not c.distinguishable]
     if alike:
         found.append(f"accuracy cannot be told apart from {', '.join(alike)} on {certificate.n} questions")
-    if policy.threshold > 0:
+    if any(part.threshold > NEVER for part, _ in policy.parts(tuned_on)):
         for row in hurting(why(tuned_on, policy.think_budget, policy.arm, policy.mix)):
-            if row.proven:
+            if row.proven and policy.routed(dataset=row.dataset).threshold > NEVER:
                 found.append(
                     f"thinking hurts on {row.dataset!r}: {row.lost} right answers lost, {row.gained} won on {row.n} "
                     "questions; send thinking: off there (calib why)"

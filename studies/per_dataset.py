@@ -1,7 +1,7 @@
 """A threshold, a think budget and thinking on or off for each dataset, with one mix for all: is it worth it.
 
 A route must be something that a request carries: its ``dataset`` field, its ``kind`` or its number of options. The
-first of these that tells the questions apart is used; a copy of this file with another `KEYS` uses another one.
+first of these that tells the questions apart is used, or the one that ``calib optimize --routes`` names.
 
 Few questions say little about their own best policy, so a route with n questions is pulled towards the pooled policy:
 
@@ -87,7 +87,7 @@ def groups(context: Context) -> tuple[Group, ...]:
     """Routes with enough questions, by name; none where nothing that a request carries tells the questions apart."""
     o = context.outcomes
     columns = {"dataset": o.dataset, "kind": o.kind, "n_options": o.n_options}
-    for key in KEYS:
+    for key in KEYS if context.route_by is None else (context.route_by,):
         column = columns[key].astype(str)
         values, counts = np.unique(column, return_counts=True)
         if len(values) > 1:

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -182,6 +183,25 @@ def test_an_impossible_target_is_not_met_and_says_what_is_near(store):
     assert "would have to be" in text
 
 
+def test_a_search_that_finds_nothing_leaves_the_saved_policy(store, tmp_path):
+    impossible = ("optimize", "--target", "accuracy>=99%, p90<1s", "--name", "kept", "--store", store)
+    assert calib_json(*impossible, code=3)["warnings"] == []
+    assert "holds no policy" in calib("export", "kept", "--out", tmp_path / "no", "--store", store, code=2).stderr
+    good = calib_json("optimize", "--target", "p90<6s, accuracy>=50%", "--name", "kept", "--store", store)
+    for trials in (0, 2):  # a study is saved with the result, at its end once more
+        found = calib_json(*impossible, "--trials", trials, code=3)
+        assert (found["name"], found["policy"], found["verdict"]) == ("kept", None, "not_met")
+        (said,) = [text for text in found["warnings"] if "stays" in text]
+        assert "'kept' stays as it was tuned on " in said
+        assert " UTC for p90<6s, accuracy>=50%: " in said
+    assert "'kept' stays as it was tuned" in calib(*impossible, code=3).stderr
+    calib("export", "kept", "--out", tmp_path / "serve", "--store", store)
+    assert load_policy_file(tmp_path / "serve/policy.json").to_dict() == good["policy"]
+    assert "not_met" not in next(
+        row for row in calib("status", "--store", store).output.splitlines() if "'kept'" in row
+    )
+
+
 def test_what_is_shown_without_a_policy_keeps_its_marks(tmp_path):
     records = [{**r, "latency_s1": None, "latency_s2": None} for r in rows(60)]
     rates = ("--system1-ms", 45, "--tokens-per-second", 250)
@@ -289,6 +309,85 @@ def test_text_output_names_verdict_policy_and_next_step(store):
     text = calib("optimize", "--target", "p90<6s", "--store", store).output
     for part in ("verdict:", "policy:", "system1", "always_think", "held out", "next: calib export best"):
         assert part in text
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory):
+    """A store in which thinking is right on one dataset and wrong on the other."""
+    folder = tmp_path_factory.mktemp("parted")
+    rng = np.random.default_rng(5)
+    records = []
+    for i, row in enumerate(rows(500, seed=5)):
+        right = rng.random() < (0.95 if i % 2 else 0.3)
+        second = row["answer"] if right else (row["answer"] + 2) % 3
+        p2 = np.where(np.arange(3) == second, 0.98, 0.01).tolist()
+        records.append({**row, "p2_by_budget": {"4096": p2}})
+    calib("import", write(folder / "runs.jsonl.gz", records), "--store", folder / "s.db")
+    return folder / "s.db"
+
+
+def test_routes_are_found_tested_saved_and_exported(parted, tmp_path):
+    asked = ("optimize", "--target", "p90<12s", "--store", parted)
+    alone = calib_json(*asked, "--name", "alone")
+    found = calib_json(*asked, "--routes", "dataset", "--trials", 60)
+    assert found["verdict"] == "certified"
+    assert found["certificate"]["look"] == alone["certificate"]["look"] + 1  # one look for all candidates
+    assert set(found["policy"]["routes"]) <= {"dataset=even", "dataset=odd"}
+    assert found["policy"]["routes"]
+    assert found["tune"]["accuracy"] == pytest.approx(alone["tune"]["accuracy"] + found["routes"]["gain"])
+    assert found["routes"]["gain"] > 0.01
+    assert found["routes"]["difference"]["name"] == "one policy for all"
+    assert found["exact"] == alone["exact"]
+    study = found["study"]
+    assert (study["study"], study["trials"]) == ("per_dataset", 60)
+    assert study["gap"] == pytest.approx(found["exact"]["objective"] - study["objective"])
+    assert study["gap"] < 0
+    assert calib_json(*asked, "--routes", "dataset", "--trials", 60)["policy"] == found["policy"]
+    mere = calib_json(*asked, "--study", "per_dataset", "--trials", 60, "--name", "mere")
+    assert mere["policy"] == alone["policy"]
+    assert any("to have it tested and saved: --routes dataset" in text for text in mere["warnings"])
+    assert not any("to have it tested" in text for text in found["warnings"])
+    refused = calib("export", "best", "--out", tmp_path / "serve", "--store", parted, code=2).stderr
+    assert "--route-keys dataset" in refused
+    text = calib(*asked, "--routes", "dataset", "--trials", 60).output
+    (command,) = [line.removeprefix("next: calib ") for line in text.splitlines() if line.startswith("next: ")]
+    assert "better than it" in text
+    assert "better than one policy for all" in text
+    assert "dataset=" in text
+    words = shlex.split(command)
+    words[words.index("serve/")] = str(tmp_path / "serve")
+    assert "done: every knob is held" in calib(*words).output
+    assert load_policy_file(tmp_path / "serve/policy.json").to_dict() == found["policy"]
+
+
+def test_routes_that_cannot_be_looked_for_are_refused_before_a_look(parted):
+    asked = ("optimize", "--target", "p90<12s", "--store", parted, "--routes")
+    for arguments, message in (
+        (("dataset", "--trials", 0), "looks for routes by a study"),
+        (("dataset", "--study", "pareto"), "leave out --study pareto"),
+        (("dataset", "--deadline", "auto"), "--routes dataset with --deadline"),
+        (("kind", "--trials", 1), "kind is 'choice' for all"),
+    ):
+        assert message in calib(*asked, *arguments, code=2).stderr
+    looked = calib_json("optimize", "--target", "p90<12.5s", "--store", parted, "--name", "first")["certificate"][
+        "look"
+    ]
+    calib(*asked, "n_options", "--trials", 1, code=2)
+    again = calib_json("optimize", "--target", "p90<12.6s", "--store", parted, "--name", "next")["certificate"]["look"]
+    assert again == looked + 1
+
+
+def test_an_interrupted_search_for_routes_leaves_one_policy_for_all(parted, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("calib.study.run_study", interrupted)
+    found = calib_json(
+        "optimize", "--target", "p90<12s", "--routes", "dataset", "--trials", 5, "--name", "cut", "--store", parted
+    )
+    assert found["policy"]["routes"] == {}
+    assert found["routes"]["taken"] is False
+    assert any("interrupted" in text for text in found["warnings"])
 
 
 def test_export_and_a_policy_that_the_gateway_can_read(store, tmp_path):

@@ -18,6 +18,7 @@ from calib.cli import cli
 from calib.deadline import as_read, budgets_to_collect, candidates, close_in_time, parse_seconds
 from calib.demand import Demand
 from calib.errors import CalibError
+from calib.gain import gain_over
 from calib.optimise import feasible, nearest, optimum, pareto, tabulate
 from calib.outcomes import Outcomes
 from calib.policy import (
@@ -571,6 +572,77 @@ def test_auto_tries_a_little_below_the_limits_and_the_percentiles_of_the_seconds
     assert found.policy.deadline == 3.8
 
 
+def idle(seed: int, n: int = 700) -> Outcomes:
+    """A world in which no deadline gains: every budget is right on the same share of the questions, by its own luck."""
+    o = world(n, seed=seed)
+    right = np.random.default_rng(seed + 9999).random(o.tokens.shape) < 0.8
+    chosen = np.where(right, o.answer[:, None], 1 - o.answer[:, None])
+    return replace(o, p2=np.where(np.arange(2) == chosen[..., None], 0.95, 0.05))
+
+
+def test_auto_takes_no_deadline_whose_gain_could_be_chance():
+    left, larger = 0, 0
+    for seed in range(6):
+        o = idle(seed)
+        found = tune(o, demand("p90<6s", deadlines="auto"))
+        tried = sorted({one.deadline for one in found.tried})
+        asked = tune(o, demand("p90<6s", deadlines=tuple(tried)))
+        plain = tune(o, demand("p90<6s"))
+        assert found.policy == plain.policy
+        assert found.best.policy == plain.best.policy == found.without_deadline.policy
+        assert found.prices == plain.prices
+        assert found.margin_cost == plain.margin_cost
+        document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+        assert document["deadline"]["seconds"] is None
+        assert document["deadline"]["gain"] == 0
+        larger += asked.best.objective > plain.best.objective  # what is asked for by its seconds is taken
+        if found.left_out is None:
+            continue
+        left += 1
+        out = document["deadline"]["left_out"]
+        assert out["gain"] > 0
+        assert not found.left_out.gain.beyond_noise
+        assert Policy.from_dict(out["policy"]) == found.left_out.policy
+        (text,) = [text for text in found.warnings if "was left out" in text]
+        assert f"a deadline of {out['policy']['deadline']:g}s was left out" in text
+        assert f"{100 * out['gain']:.1f} points [{100 * out['interval'][0]:.1f}, " in text
+    assert left >= 2
+    assert larger >= 2
+
+
+@pytest.mark.parametrize(
+    ("metric", "limit", "taken"),
+    [("p90", 80, True), ("p90", 90, False), ("mean", 86, True), ("mean", 92, False), ("tokens", 80, True)],
+)
+def test_auto_asks_of_every_objective_that_its_gain_is_beyond_chance(metric, limit, taken):
+    o, asks = world(1500, budgets=(4096,)), {"minimize": metric, "margin": False}
+    found = tune(o, demand(f"accuracy>={limit}%", deadlines="auto", **asks))
+    seconds = tuple({one.deadline for one in found.tried})
+    plain, free = found.without_deadline, tune(o, demand(f"accuracy>={limit}%", deadlines=seconds, **asks)).best
+    assert free.policy.deadline is not None
+    gain = gain_over(
+        *(found.tune, decide(found.tune, free.policy), decide(found.tune, plain.policy), metric),
+        maximize=False,
+        rng=np.random.default_rng(0),
+        resamples=FEW,
+    )
+    assert gain.value > 0
+    assert gain.value == pytest.approx(plain.objective - free.objective)
+    assert gain.beyond_noise is taken
+    assert found.best.policy == (free.policy if taken else plain.policy)
+    assert (found.left_out is None) is taken
+
+
+def test_auto_takes_a_deadline_where_nothing_is_feasible_without():
+    o = world()
+    targets = ("accuracy>=88%", "p99<4s")
+    assert tune(o, demand(*targets, margin=False)).policy is None
+    found = tune(o, demand(*targets, deadlines="auto", margin=False))
+    assert found.policy is not None
+    assert found.policy.deadline == 3.8
+    assert found.left_out is None
+
+
 def test_no_deadline_wins_where_none_helps():
     found = tune(world(), demand(deadlines=(1.0, 2.0)))
     assert found.policy is not None
@@ -745,6 +817,13 @@ def test_optimize_prints_and_saves_the_deadline(store):
     assert "worse (tried: 2.00 s, 3.90 s)" in result.output
     assert "the deadline closes the thought of" in result.output
     assert "only the gateway keeps the deadline" in result.output
+    auto = run("optimize", "--store", store, "--target", "p99<4s", "--deadline", "auto", "--trials", 0)
+    assert "no deadline does better beyond chance (tried: 1.55 s, 3.25 s, 3.80 s, " in auto.output
+    assert "warning: a deadline of 3.8s was left out: its gain on the tune questions, 3.6 points [" in auto.stderr
+    worth = run("optimize", "--store", store, "--target", "p90<5s", "--deadline", "auto", "--trials", 0).output
+    assert "deadline 4.75 s, then System 1" in worth
+    assert "without a margin no deadline does better" in worth
+    assert "with the margin a deadline gains " in worth
     told = run("optimize", "--store", store, "--deadline", "1000s", "--trials", 0).output
     assert "no deadline does better (tried: none closes a thought)" in told
 

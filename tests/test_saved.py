@@ -16,7 +16,7 @@ from calib.errors import CalibError
 from calib.export import export
 from calib.policy import Policy, Route, evaluate
 from calib.provenance import Provenance
-from calib.saved import provenance, saved, without_routes
+from calib.saved import provenance, save, saved, without_routes
 from calib.store import Store, load_outcomes
 from tests.appstore import made_up_store
 
@@ -25,8 +25,9 @@ VLLM = {"engine": "vllm", "model": "toy", "root": "org/toy", "prompt": "p", "sam
 START = ("vllm", "serve", "org/toy", "--served-model-name", "toy")
 
 
-def document(policy: Policy, fingerprint: str | None = None, **more) -> dict:
-    told = {"name": "best", "model": "toy", "verdict": "met", "marks": [], "targets": [], "policy": policy.to_dict()}
+def document(policy: Policy | None, fingerprint: str | None = None, **more) -> dict:
+    plain = None if policy is None else policy.to_dict()
+    told = {"name": "best", "model": "toy", "verdict": "met", "marks": [], "targets": [], "policy": plain}
     return told | {"fingerprints": {"model": fingerprint}} | more
 
 
@@ -54,6 +55,23 @@ def test_each_way_to_name_a_policy(store, tmp_path, monkeypatch):
     with Store.open(store) as opened:
         assert saved("best", opened) == saved("best", store)
     assert not difference(saved("serve@1", store).document, saved("serve", store).document).same
+
+
+def test_a_result_without_a_policy_takes_no_policys_place(tmp_path):
+    with Store.open(tmp_path / "s.db") as store:
+        assert save(store, "best", document(None)) is None  # nothing there: why there is no policy can be looked up
+        assert store.policy("best")["policy"] is None
+        assert save(store, "best", document(None, targets=[{"target": "p90<1s"}])) is None
+        assert save(store, "best", document(ONE)) is None
+        said = save(store, "best", document(None))
+        assert said is not None
+        assert said.startswith("'best' stays as it was tuned on 20")
+        assert "UTC without a target: " in said
+        save(store, "best", document(TWO, targets=[{"target": "p90<2s"}, {"target": "accuracy>=60%"}]))
+        assert " UTC for p90<2s, accuracy>=60%: " in (save(store, "best", document(None)) or "")
+        assert store.policy("best")["policy"] == TWO.to_dict()
+        assert next(policy.versions for policy in store.policies()) == 4
+        assert save(store, "other", document(None)) is None
 
 
 @pytest.mark.parametrize(

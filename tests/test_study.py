@@ -32,6 +32,7 @@ from calib.study import default_storage, run_study
 from calib.studyfile import Context, Gate, built_in, load_study
 from calib.studystore import shown
 from calib.target import parse_targets
+from calib.trials import read_trials
 from tests.strategies import distributions, outcomes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -521,6 +522,34 @@ def test_per_dataset_takes_the_first_key_that_tells_questions_apart():
     trial = optuna.create_study().ask()
     assert not space(trial, context_of(sample())).routes
     assert set(trial.params) == {"think_share", "mix", "think_budget", "arm"}
+
+
+def test_routes_go_by_what_is_asked_for():
+    o = sample(80, dataset=["a", "b"] * 40, kind=(["choice"] * 2 + ["noul"] * 2) * 20)
+    found = run_study(o, study="per_dataset", trials=12, route_by="kind")
+    keys = {key for attempt in found.attempts for key in attempt.policy.routes}
+    assert keys == {"kind=choice", "kind=noul"}
+    assert [attempt.number for attempt in found.attempts] == list(range(12))
+    assert {key for one in run_study(o, study="per_dataset", trials=12).attempts for key in one.policy.routes} == {
+        "dataset=a",
+        "dataset=b",
+    }
+
+
+def test_room_below_a_target_guides_sampling_and_decides_nothing(storage):
+    o, targets = sample(120), parse_targets("think_rate<=60%")
+    named = {"study": "policy", "storage": storage, "trials": 40, "requirements": {targets[0]: 0.1}}
+    found = run_study(o, targets, name="room", **named)
+    for trial, attempt in zip(trials_of(found, storage), found.attempts, strict=True):
+        rate = decide(o, attempt.policy).thinks.mean()
+        assert attempt.feasible is bool(rate <= 0.6)  # the target alone
+        assert trial.constraints["room below think_rate<=60%"] == pytest.approx(rate - 0.1)
+    assert found.feasible == sum(attempt.feasible for attempt in found.attempts) > 0
+    assert found.gap == optimum(o, targets).objective - found.objective >= 0
+    with pytest.raises(CalibError, match="asked another question: room differ"):
+        run_study(o, targets, name="room", **named | {"requirements": {}})
+    read = read_trials(storage.removeprefix("sqlite:///").removesuffix(".studies.db"), "room")
+    assert read.feasible.tolist() == [attempt.feasible for attempt in found.attempts]
 
 
 def cut_thoughts() -> Outcomes:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from calib.cli.base import NOT_MET, FiniteRange, cli, examples, json_option, load, numbers_of, selection
 from calib.errors import CalibError
+
+if TYPE_CHECKING:
+    from calib.optimise import Optimum
+    from calib.outcomes import Outcomes
+    from calib.policy import Policy
+    from calib.study import StudyResult
+    from calib.target import Target
 
 
 @cli.command(
@@ -144,6 +152,7 @@ def why(
         "calib optimize --minimize p90 --target 'accuracy>=83%' --name fast",
         "calib optimize --target 'accuracy[worst]>=60%, p90[GPQA Diamond]<20s' --json",
         "calib optimize --target 'p99<10s' --deadline auto",
+        "calib optimize --target 'p90<10s' --routes dataset --trials 300",
     )
     + "\n\n\b\nQuote a target: without quotes the shell reads p90<10s as p90 and a file named 10s; p90:10s needs none.",
 )
@@ -188,6 +197,13 @@ def why(
     help="Try closing thoughts in time too: 8s or 6s,800ms; auto takes times from the limits and the data.",
 )
 @click.option(
+    "--routes",
+    type=click.Choice(["none", "dataset", "kind", "n_options"]),
+    default="none",
+    show_default=True,
+    help="Look for a threshold and a budget of their own for each of these too, see below.",
+)
+@click.option(
     "--include-failed-audits",
     is_flag=True,
     help="Tune on rows that failed an audit too, and refuse neither an arm nor a gate for what the audits say.",
@@ -208,7 +224,7 @@ def why(
 @click.option("--timeout", type=FiniteRange(0, min_open=True), metavar="SECONDS", help="Begin no trial after this.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Threads of the study.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Of the bootstrap and the study.")
-@click.option("--name", default="best", show_default=True, help="Save the result under this name.")
+@click.option("--name", default="best", show_default=True, help="Save the policy under this name.")
 @selection
 @json_option
 def optimize(
@@ -226,6 +242,7 @@ def optimize(
     calibrate: str,
     confidence: str,
     deadline: str,
+    routes: str,
     include_failed_audits: bool,
     trials: int,
     study: str,
@@ -252,9 +269,14 @@ def optimize(
     DATASET  one dataset, or worst: must hold in each
     OP       < <= > >=, or : for the natural side
     \b
-    DEADLINE is tried beside none; the better one wins, of equals the cheaper one. A thought that would end
-             later is closed in time and counts as at the largest collected budget that ends by then, or System 1
+    DEADLINE is tried beside none; the better one wins, of equals the cheaper one; auto takes one only where
+             its gain is beyond chance, or nothing is feasible without. A thought that would end later is
+             closed in time and counts as at the largest collected budget that ends by then, or System 1
              answers: whichever is better. Only the gateway keeps it (calib serve)
+    \b
+    ROUTES   the study per_dataset, on the tune questions, looks for exceptions from one policy for all; where it
+             finds a better policy, that one is saved and tested. Only the gateway takes routes (calib serve),
+             and those by dataset only from clients that send it
     \b
     STUDY    policy (one for all), pareto (accuracy against p90), per_dataset (a route each),
              truncation (what to do with a cut thought), or a file of your own (see studies/)
@@ -264,7 +286,9 @@ def optimize(
     from calib import audit, show
     from calib.arrivals import parse_rate
     from calib.fitness import fit_rows
+    from calib.knobs import route_keys_of
     from calib.policy import Cost
+    from calib.saved import save
     from calib.store import Store
     from calib.store.contents import content_key
     from calib.study import check_study, default_storage, run_study
@@ -286,8 +310,11 @@ def optimize(
         calibrate=calibrate,
         confidence=confidence,
         deadlines=_deadlines(deadline),
+        route_by=None if routes == "none" else routes,
         seed=seed,
     )
+    if demand.route_by is not None:
+        study = _study_of_routes(study, trials, routes)
     if not name.strip():
         raise CalibError("--name is empty; name the result, for instance: --name best")
     outcomes = load(store, model, datasets, traffic, concurrency)
@@ -298,24 +325,21 @@ def optimize(
         fit = fit_rows(outcomes, test_share, everything=include_failed_audits)
         if not include_failed_audits:
             demand = replace(demand, arms=demand.arms or said.fit_arms, repeats=said.repeats)
-        tuned = tune(fit.outcomes, demand, ledger=opened.record_look)
-        document = tuned.to_dict(name)
-        document["fingerprints"]["store"] = content_key(opened)
-        document["warnings"] += [*fit.warnings, *said.of(tuned)]
-        opened.save_policy(name, document)  # now, since a study is long and may be stopped
-        plain = confidence == "max" and (tuned.policy is None or tuned.policy.pool == "linear")
-        if trials and not plain:
-            document["warnings"].append("no study: it knows only the largest probability and the linear pool")
-        elif trials:
-            line = show.ProgressLine()
-            studied = demand.arms
-            known = said.unrefused(tuned)
-            if demand.rate is not None and known.policy is not None:
-                studied = [known.policy.arm]  # each arm sustains another number of tokens
+        line = show.ProgressLine()
+        interrupted: list[str] = []
+        looked: list[StudyResult] = []
+
+        def run(
+            on: Outcomes, exact: Optimum, starts: Sequence[Policy], requirements: Mapping[Target, float] | None = None
+        ) -> Sequence[Policy]:
+            """Run the study on these questions; its policies, none of one that was interrupted."""
+            among = demand.arms
+            if demand.rate is not None and exact.policy is not None:
+                among = [exact.policy.arm]  # each arm sustains another number of tokens
             try:
                 result = run_study(
-                    tuned.searched or tuned.tune,
-                    demand.limits(tuned.tune, studied[0]) if studied else demand.targets,
+                    on,
+                    demand.limits(on, among[0]) if among else demand.targets,
                     study=study,
                     name=study_name,
                     storage=storage or default_storage(store),
@@ -327,28 +351,62 @@ def optimize(
                     maximize=demand.maximize,
                     minimize=demand.minimize,
                     cost=demand.cost,
-                    arms=studied,
+                    arms=among,
                     budgets=demand.budgets,
-                    exact=known,
-                    warm_start=[known.policy] if warm_start and known.policy is not None else [],
+                    exact=exact,
+                    route_by=demand.route_by,
+                    requirements=requirements,
+                    warm_start=starts if warm_start else [],
                     progress=None if as_json else lambda done, total, _best: line("study", done, total),
                 )
             except KeyboardInterrupt:
-                document["warnings"].append("the study was interrupted: its trials are in the storage")
-            else:
-                document["study"] = result.to_dict()
-                document["warnings"] += result.warnings
-                if known is not tuned.studied:
-                    document["warnings"].append("the study refuses no gate: its gap is to the optimum with all of them")
-                if tuned.best.policy is not None and tuned.best.policy.deadline is not None:
-                    document["warnings"].append("the study knows no deadline: its gap is to the optimum without one")
-        opened.save_policy(name, document)
+                interrupted.append("the study was interrupted: its trials are in the storage")
+                return []
+            looked.append(result)
+            return [attempt.policy for attempt in result.attempts]
+
+        tuned = tune(fit.outcomes, demand, ledger=opened.record_look, routes=run)
+        document = tuned.to_dict(name)
+        document["fingerprints"]["store"] = content_key(opened)
+        document["warnings"] += [*fit.warnings, *said.of(tuned)]
+        if stays := save(opened, name, document):  # now, since a study is long and may be stopped
+            document["warnings"].append(stays)
+        plain = confidence == "max" and (tuned.policy is None or tuned.policy.pool == "linear")
+        if trials and not plain:
+            document["warnings"].append("no study: it knows only the largest probability and the linear pool")
+        elif trials and demand.route_by is None:
+            known = said.unrefused(tuned)
+            run(tuned.searched or tuned.tune, known, [known.policy] if known.policy is not None else [])
+            if looked and known is not tuned.studied:
+                document["warnings"].append("the study refuses no gate: its gap is to the optimum with all of them")
+            if looked and tuned.best.policy is not None and tuned.best.policy.deadline is not None:
+                document["warnings"].append("the study knows no deadline: its gap is to the optimum without one")
+        document["warnings"] += interrupted
+        for result in looked:
+            document["study"] = result.to_dict()
+            document["warnings"] += result.warnings
+            if demand.route_by is None and result.policy is not None and result.policy.routes and result.gap < 0:
+                by = route_keys_of(result.policy)[0]
+                document["warnings"].append(
+                    f"the study's best policy has routes, and is not what is saved; to have it tested and saved: "
+                    f"--routes {by}"
+                )
+        save(opened, name, document)
     if as_json:
         show.echo_json(document)
     else:
         show.tuned(tuned, document, store)
     if tuned.verdict == "not_met":
         sys.exit(NOT_MET)
+
+
+def _study_of_routes(study: str, trials: int, by: str) -> str:
+    """The study that looks for routes."""
+    if study not in ("policy", "per_dataset"):
+        raise CalibError(f"--routes {by} runs the study per_dataset: leave out --study {study}, or --routes")
+    if not trials:
+        raise CalibError(f"--routes {by} looks for routes by a study: give it --trials 100, or more")
+    return "per_dataset"
 
 
 def _margin(text: str) -> bool:

@@ -200,7 +200,7 @@ class ProgressLine:
 
 def policy_line(policy: Policy) -> str:
     """One policy in words."""
-    if policy.threshold == 0:
+    if policy.threshold == 0 and not policy.routes:
         return f"never think ({policy.arm})"
     routes = f", {len(policy.routes)} routes" if policy.routes else ""
     late = ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from calib.jsonnumbers import finite
+from calib.knobs import uncarried
 from calib.show.text import (
     DEFAULT_STORE,
     apart,
@@ -120,6 +121,11 @@ def tuned(found: Tuned, document: Mapping[str, Any], store: str) -> None:
         return
     say(f"   {found.certificate.statement}", head=click.style(f"verdict: {found.verdict}", bold=True))
     say(f"policy:  {policy_line(policy)}")
+    for key, route in policy.routes.items():
+        threshold = policy.threshold if route.threshold is None else route.threshold
+        budget = policy.think_budget if route.think_budget is None else route.think_budget
+        knobs = f"threshold {threshold:.4g}, think_budget {budget:,}" if threshold > 0 else "never think"
+        say(f"  {key}: {knobs}")
     say()
     if found.certificate.tests:
         rows = [
@@ -145,6 +151,9 @@ def tuned(found: Tuned, document: Mapping[str, Any], store: str) -> None:
         warn(text)
     kept = [] if store == DEFAULT_STORE else ["--store", store]
     kept += ["--allow-simulated"] * ("simulated" in document["marks"])
+    if policy.routes:
+        kept += ["--held-by", "gateway"]
+        kept += [word for key in uncarried(policy, ()) for word in ("--route-keys", key)]
     say(f"next: {shlex.join(['calib', 'export', document['name'], '--out', 'serve/', *kept])}")
 
 
@@ -187,13 +196,19 @@ def _limits(found: Tuned, document: Mapping[str, Any]) -> None:
     """What the search knows beside the policy: the optimum, the price of each limit, the load."""
     exact = found.best
     unit = Target(exact.metric, "<", 0.0)
-    say(f"best of the data ({exact.method}): {exact.metric} {in_unit(unit, exact.objective)} on the tune questions")
+    best = f"{exact.metric} {in_unit(unit, exact.objective)} on the tune questions"
+    best = "none is feasible" if exact.policy is None else best
+    alone = "" if found.routed is None else ", one policy for all"
+    say(f"best of the data ({exact.method}{alone}): {best}")
+    _routes(found)
     if not math.isnan(found.margin_cost):
         say(f"the margin below the limits costs {apart(unit, found.margin_cost)} there; --margin 0 leaves none")
     _deadline(found, document)
     study = document["study"]
     if study is not None:
-        gap = "" if study["gap"] is None else f", {apart(unit, study['gap'])} short of it"
+        gap = ""
+        if study["gap"] is not None:
+            gap = f", {apart(unit, abs(study['gap']))} {'short of' if study['gap'] >= 0 else 'better than'} it"
         best = "nothing feasible" if study["objective"] is None else in_unit(unit, study["objective"])
         say(f"Optuna study {study['name']} ({study['sampler']}, {study['trials']} trials): {best}{gap}")
         if "sentence" in study.get("findings", {}):
@@ -207,6 +222,25 @@ def _limits(found: Tuned, document: Mapping[str, Any]) -> None:
         say(f"thinking keeps up with {shown} at the collected concurrency")
 
 
+def _routes(found: Tuned) -> None:
+    """What routes gain over the best one policy for all, where they were asked for and taken."""
+    from calib.tuning import ONE_FOR_ALL
+
+    routed = found.routed
+    if routed is None or found.policy is None or not found.policy.routes or routed.without is None:
+        return
+    unit = Target(routed.best.metric, "<", 0.0)
+    better = "better" if routed.gain >= 0 else "worse"
+    say(
+        f"with routes by {routed.by}: {in_unit(unit, routed.best.objective)} there, {apart(unit, abs(routed.gain))} "
+        f"{better} than one policy for all ({routed.tried} tried)"
+    )
+    compared = found.comparisons.get(ONE_FOR_ALL)
+    if compared is not None:
+        on = "held-out" if found.test is not None else "tune"
+        say(f"  accuracy on the {on} questions: {_difference(compared.to_dict())}")
+
+
 def _deadline(found: Tuned, document: Mapping[str, Any]) -> None:
     """What a deadline changes, where one was asked for."""
     if found.without_deadline is None:
@@ -214,13 +248,18 @@ def _deadline(found: Tuned, document: Mapping[str, Any]) -> None:
     without, metric = found.without_deadline, Target(found.best.metric, "<", 0.0)
     ascending = sorted(one.deadline for one in found.tried)
     tried = ", ".join(dict.fromkeys(map(seconds, ascending))) or "none closes a thought"
-    if found.best.policy is None or found.best.policy.deadline is None:
-        say(f"no deadline does better (tried: {tried})")
+    late = found.policy is not None and found.policy.deadline is not None
+    if found.left_out is not None:
+        say(f"no deadline does better beyond chance (tried: {tried})")
+    elif found.best.policy is None or found.best.policy.deadline is None:
+        say(f"{'without a margin ' if late else ''}no deadline does better (tried: {tried})")
     elif without.policy is None:
         say(f"no policy meets the targets without a deadline (tried: {tried})")
     else:
         gain = apart(metric, document["deadline"]["gain"])
         say(f"without a deadline: {in_unit(metric, without.objective)}, {gain} worse (tried: {tried})")
+    if late and found.deadline_gain is not None:
+        say(f"with the margin a deadline gains {found.deadline_gain}")
     shares = document["deadline"]["test"] or document["deadline"]["tune"]
     if shares is not None:
         say(_closed(shares))
