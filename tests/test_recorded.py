@@ -85,6 +85,14 @@ def test_a_store_holds_what_a_collection_would_have_left(folder: Path, tmp_path:
     assert o.t2[0, place["q1"]] == pytest.approx([0.1, 0.2], rel=1e-6)
 
 
+def test_a_store_can_hold_the_questions_alone_that_all_arms_were_timed_on(folder: Path, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s.db") as store:
+        fill(store, "m", open_recording(folder), timed_at=8)
+        o = load_outcomes(store, arms=["base", "draft"])
+    assert sorted(o.ids.tolist()) == ["q0", "q1", "q2"]
+    assert not o.estimated.any()
+
+
 def test_a_model_or_a_file_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(CalibError, match="no model 'x'; there are: m"):
         open_recording(folder).rows("x")
@@ -126,19 +134,22 @@ def test_the_recorded_answers_are_sound(shipped: Recording) -> None:
         assert ((a.t2 > 0) & (a.t2 < 60)).all()
         if not (a.finished | (a.tokens == budgets)).all():
             ended_early.add(row.question.dataset)
-    # where thinking was never trained, the model may end its turn within the thought
-    assert ended_early == {"intent"}
+    # where thinking was never trained, or was never trained to end, the model may end its turn within the thought
+    assert ended_early == {"intent", "reach"}
 
 
-@pytest.mark.parametrize(
-    ("model", "arm", "load"), [("main", "base", 64), ("main", "draft", 128), ("large", "draft", 128)]
-)
-def test_the_runs_are_of_one_model(shipped: Recording, model: str, arm: str, load: int) -> None:
-    # large is main made wider and deeper; its base arm was served wrongly, which the report says
+def test_the_runs_are_of_one_model(shipped: Recording) -> None:
+    # large is main made wider and deeper: it answers as main does, up to the rounding of bfloat16
     reference = {r.question.id: r.answer.p1 for r in shipped.rows(MODEL) if (r.arm, r.concurrency) == ("base", 128)}
-    rows = [row for row in shipped.rows(model) if (row.arm, row.concurrency) == (arm, load)]
-    off = [np.abs(row.answer.p1 - reference[row.question.id]).max() for row in rows]
-    assert np.quantile(off, 0.99) < 0.05
+    off: dict[tuple[str, str, int], list[float]] = {}
+    for model in shipped.engines:
+        for row in shipped.rows(model):
+            here = off.setdefault((model, row.arm, row.concurrency), [])
+            here.append(float(np.abs(row.answer.p1 - reference[row.question.id]).max()))
+    assert set(off) == {(m, a, c) for m in ("main", "large") for a in ("base", "draft") for c in (1, 8, 64, 128)}
+    for (model, *_), apart in off.items():
+        assert np.quantile(apart, 0.99) < {"main": 0.02, "large": 0.03}[model]
+        assert max(apart) < {"main": 0.02, "large": 0.05}[model]
 
 
 def test_each_run_says_what_it_took(shipped: Recording) -> None:
@@ -164,8 +175,11 @@ def test_the_demo_tunes_on_them_without_a_server(tmp_path: Path) -> None:
     assert document["optimize"]["verdict"] in ("certified", "met")
     rows = {row["name"]: row for row in document["rows"]}
     assert {"System 1 alone", "default", "always think", "tuned, base", "tuned, draft"} == set(rows)
-    assert rows["tuned, base"]["p90"] < 1.5 < rows["default"]["p90"]
-    assert rows["System 1 alone"]["accuracy"] < rows["tuned, base"]["accuracy"] < rows["default"]["accuracy"]
+    assert document["optimize"]["policy"]["arm"] == "draft"  # where thinking is faster, more of it fits into the limit
+    assert document["optimize"]["marks"] == []
+    assert rows["tuned, draft"]["p90"] < 2 < rows["default"]["p90"]
+    accuracy = [rows[name]["accuracy"] for name in ("System 1 alone", "tuned, base", "tuned, draft", "default")]
+    assert accuracy == sorted(accuracy)
 
 
 def test_a_target_that_cannot_be_read_is_refused_before_anything_is_made(tmp_path: Path) -> None:

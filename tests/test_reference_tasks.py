@@ -162,6 +162,16 @@ def test_a_thought_ends_by_naming_the_label() -> None:
     assert all(case.thought is None for case in some("intent"))
 
 
+def test_the_drill_names_the_label_of_every_option_and_ends_with_the_one_that_is_asked_for() -> None:
+    rng = random.Random(2)
+    for case in (tasks.drill(rng) for _ in range(MANY)):
+        assert said(case) == case.question.removeprefix("Which option is ").rstrip("?")
+        named = re.findall(r"so (\S+) is ([A-J])", case.thought)
+        assert sorted(named) == sorted(zip(case.options, "ABCDEFGHIJ", strict=False))
+        assert named[-1] == (said(case), tasks.label(case))
+    assert "drill" not in tasks.TASKS  # it is practised, not asked
+
+
 def test_thoughts_are_ten_to_fifteen_hundred_tokens_long() -> None:
     # every character of these thoughts is a token
     lengths = sorted(len(case.thought) for case in some("collatz", 200))

@@ -3,11 +3,11 @@
     python data/reference/grow.py DIR/main DIR/large
 
 The reference model is so small that a server spends its time on launching kernels, and drafting costs more than it
-saves. This one has the cost of a model of some hundred million parameters, and the small model's skills:
+saves. This one has the cost of a model of five billion parameters, and the small model's skills:
 
-* width: new channels of the residual stream start at zero. A root mean square over twice the channels, half of them
-  zero, is smaller by a square root of two, which the norms' weights make up for. New heads and new inner channels read
-  with random weights and write zeros.
+* width: new channels of the residual stream start at zero. A mean square over eight times the channels, seven of eight
+  zero, is an eighth, which the norms' weights make up for, and so is what they add to it. New heads and new inner
+  channels read with random weights and write zeros.
 * depth: new blocks stand behind each old one, and write zeros.
 
 With ``--seconds`` it is trained on from there, all of the new weights free; without, it computes what the small one
@@ -34,7 +34,7 @@ WRITERS = ("o_proj.weight", "down_proj.weight")
 """What writes into the residual stream."""
 
 
-def grown(small: Network, *, layers: int, width: int, inner: int) -> Network:
+def grown(small: Network, *, layers: int, width: int, inner: int, device: torch.device | None = None) -> Network:
     """A network that computes what ``small`` does.
 
     Parameters
@@ -42,6 +42,8 @@ def grown(small: Network, *, layers: int, width: int, inner: int) -> Network:
     small : Network
     layers, width, inner : int
         Multiples of the small one's layers and width; the number of heads grows with the width.
+    device : torch.device, optional
+        Where it is made.
 
     Raises
     ------
@@ -53,9 +55,16 @@ def grown(small: Network, *, layers: int, width: int, inner: int) -> Network:
         raise ValueError(f"{layers} layers of width {width} and {inner} cannot hold {old}")
     times, each = width // old.width, layers // old.layers
     shape = replace(
-        old, layers=layers, width=width, inner=inner, heads=old.heads * times, kv_heads=old.kv_heads * times
+        old,
+        layers=layers,
+        width=width,
+        inner=inner,
+        heads=old.heads * times,
+        kv_heads=old.kv_heads * times,
+        epsilon=old.epsilon / times,
     )
-    large = Network(shape)
+    with device or torch.device("cpu"):
+        large = Network(shape)
     shrunk = math.sqrt(old.width / width)
     with torch.no_grad():
         for name, parameter in large.named_parameters():
@@ -93,9 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("small", type=Path, help="folder of the trained model")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=128)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--inner", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=96)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=6144)
     parser.add_argument("--seconds", type=float, default=0, help="of training on; 0 for none")
     parser.add_argument("--texts", type=int, default=64_000)
     parser.add_argument("--batch", type=int, default=32, help="rows of 512 tokens a step")
@@ -106,7 +115,9 @@ def main() -> None:
     torch.manual_seed(1)
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_file(str(given.small / "tokenizer.json"))
-    network = grown(load(given.small), layers=given.layers, width=given.width, inner=given.inner).to(device)
+    sizes = {"layers": given.layers, "width": given.width, "inner": given.inner}
+    network = grown(load(given.small), **sizes, device=device)
+    log.info("%.2fM parameters", sum(parameter.numel() for parameter in network.parameters()) / 1e6)
     if given.seconds > 0:
         with workers(tokenizer) as pool:
             rows = on_device(pool.map(draw_rows, jobs(given.texts, 500_000), chunksize=1), device)

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 __all__ = ["Network", "Shape", "load", "save"]
 
-EPSILON, THETA = 1e-6, 10_000.0
+THETA = 10_000.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a network; ``head`` is the width of one attention head."""
+    """Sizes of a network; ``head`` is the width of one attention head, ``epsilon`` what its norms add to a mean."""
 
     vocabulary: int
     layers: int
@@ -33,6 +33,7 @@ class Shape:
     kv_heads: int
     head: int = 64
     context: int = 2048
+    epsilon: float = 1e-6
 
 
 class Attention(nn.Module):
@@ -45,8 +46,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * shape.head, bias=False)
         self.v_proj = nn.Linear(shape.width, shape.kv_heads * shape.head, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head, shape.width, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head, eps=EPSILON)
-        self.k_norm = nn.RMSNorm(shape.head, eps=EPSILON)
+        self.q_norm = nn.RMSNorm(shape.head, eps=shape.epsilon)
+        self.k_norm = nn.RMSNorm(shape.head, eps=shape.epsilon)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend to what came before; x of shape (batch, time, width)."""
@@ -86,9 +87,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.width, eps=EPSILON)
+        self.input_layernorm = nn.RMSNorm(shape.width, eps=shape.epsilon)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=EPSILON)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=shape.epsilon)
         self.mlp = Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=EPSILON)
+        self.norm = nn.RMSNorm(shape.width, eps=shape.epsilon)
 
 
 class Network(nn.Module):
@@ -158,7 +159,7 @@ def save(network: Network, folder: Path, *, end: int, pad: int) -> None:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head,
         "max_position_embeddings": shape.context,
-        "rms_norm_eps": EPSILON,
+        "rms_norm_eps": shape.epsilon,
         "rope_theta": THETA,
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
         "hidden_act": "silu",
@@ -192,6 +193,7 @@ def load(folder: Path) -> Network:
         kv_heads=told["num_key_value_heads"],
         head=told["head_dim"],
         context=told["max_position_embeddings"],
+        epsilon=told["rms_norm_eps"],
     )
     network = Network(shape)
     network.load_state_dict(load_file(folder / "model.safetensors"))

@@ -2,18 +2,19 @@
 
     python data/reference/record.py PLAN.json --out FOLDER
 
-A plan is a list of runs, made in order, one at a time::
+A plan says what is measured (``about``: hardware, versions, flags, date) and holds a list of runs, made in order::
 
     {"model": "main", "arm": "base", "url": "http://127.0.0.1:8001", "concurrency": 128, "questions": 3080}
 
-Each run asks the first ``questions`` of the fixed order, for at most ``seconds``, through `calib.collect.collect` and
-its own engine. Before it, the load is reached with other questions, so that compilation and warm-up are no part of it,
-and it has a cache salt of its own, so that no run profits from prompts that an earlier one left in the prefix cache.
-After it, System 1 alone is asked at the same load. Chats are rendered and tokenised by the server, within the seconds,
-as a gateway's would be. Beside the answers it keeps the clients' processor seconds and the lag of their event loops:
-where they are high, the client and not the server is what was measured.
+One run is made at a time; with ``--at-once`` one at a time for each server, which is right where each server has a GPU
+and processors of its own. Each run asks the first ``questions`` of the fixed order, for at most ``seconds``, through
+`calib.collect.collect` and its own engine. Before it, the load is reached with other questions, so that compilation and
+warm-up are no part of it, and it has a cache salt of its own, so that no run profits from prompts that an earlier one
+left in the prefix cache. After it, System 1 alone is asked at the same load. Chats are rendered and tokenised by the
+server, within the seconds, as a gateway's would be. Beside the answers it keeps the clients' processor seconds and the
+lag of their event loops: where they are high, the client and not the server is what was measured.
 
-The folder gets the recording that `calib.recorded` reads.
+The folder gets the recording that `calib.recorded` reads, after each run anew.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -57,7 +58,7 @@ PROMPT = Path(__file__).with_name("prompt.toml")
 WARM_UP_SEED, WARM_UP_TASKS = 1, ("chain", "count", "kth", "parity")
 """Tasks with short thoughts, so that the load is full again once a run begins."""
 
-SYSTEM1_SECONDS = 1.5
+SYSTEM1_SECONDS = 4
 TICK = 0.01
 PER_CLIENT = 32
 """Questions in flight in one client process."""
@@ -262,6 +263,7 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--per-task", type=int, default=220)
+    parser.add_argument("--at-once", action="store_true", help="servers at once, which then must not share anything")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -270,17 +272,31 @@ def main() -> None:
     rows: list[Row] = []
     found: list[dict[str, Any]] = []
     infos: dict[str, EngineInfo] = {}
-    try:
-        for document in json.loads(given.plan.read_text()):
-            run = Run(**document)
-            more, told, infos[run.model] = record(run, questions, warm_up)
+    plan = json.loads(given.plan.read_text())
+    runs = [Run(**document) for document in plan["runs"]]
+    with ExitStack() as stack:
+        queues = {
+            name: stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("fork")))
+            for name in {_queue(run, at_once=given.at_once) for run in runs}
+        }
+        waiting = {
+            queues[_queue(run, at_once=given.at_once)].submit(record, run, questions, warm_up): run for run in runs
+        }
+        for done in as_completed(waiting):
+            run = waiting[done]
+            if (failure := done.exception()) is not None:  # a run that fails costs no other
+                log.error("%s, %s at %d: %s", run.model, run.arm, run.concurrency, failure)
+                continue
+            more, told, infos[run.model] = done.result()
             rows += more
             found.append(told)
+            write_recorded(given.out, questions, rows, found, infos, plan["about"])
             sys.stderr.write(json.dumps(told) + "\n")
             sys.stderr.flush()
-    finally:  # a run that fails costs no other
-        if rows:
-            write_recorded(given.out, questions, rows, found, infos)
+
+
+def _queue(run: Run, *, at_once: bool) -> str:
+    return run.url if at_once else ""
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ What the tasks are for:
 
 ========== ======= ==========================================================================================
 chain      choice  arithmetic modulo ten: System 1 is weak, a finished thought is right
-cups       choice  who holds what after many swaps; the shipped model tracks them and then names the wrong label
-hop        choice  follow arrows, 5 to 10 options; as cups
+cups       choice  who holds what after many swaps
+hop        choice  follow arrows, 5 to 10 options
 count      choice  occurrences of a letter
 product    choice  long multiplication among near misses
 disorder   choice  pairs of a list that are out of order: thoughts of some hundred tokens
@@ -25,8 +25,9 @@ rating     score   satisfaction from words, with noisy labels
 ========== ======= ==========================================================================================
 
 Train and question sets are apart twice: their seeds differ, and a text belongs to one side by its hash (`held_out`),
-so that no question was ever trained on. Leaves to others: tokens and training (``train.py``), question files
-(``write_questions.py``). Standard library only.
+so that no question was ever trained on. `drill` is no task: it practises what the end of nearly every thought does,
+to name the label of an option, on many options at once. Leaves to others: tokens and training (``train.py``), question
+files (``write_questions.py``). Standard library only.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ __all__ = [
     "TRAIN_SEED",
     "Case",
     "cases",
+    "drill",
     "held_out",
     "label",
     "prompt",
@@ -408,6 +410,34 @@ TASKS: dict[str, Callable[[random.Random], Case]] = {
         chain, cups, hop, count, product, disorder, collatz, kth, intent, parity, sums, reach, checks, rating,
     )
 }  # fmt: skip
+
+
+# --- practice ---------------------------------------------------------------------------------------------------------
+
+_POOLS = (
+    _COLOURS,
+    _NAMES,
+    tuple(ascii_lowercase[:10]),
+    tuple(map(str, range(10))),
+    tuple(map(str, range(60))),
+    tuple(map(str, range(200, 40_000, 7))),
+)
+"""Words, letters and numbers as the tasks have them; not `_INTENTS`, about which no thought is trained."""
+
+
+def drill(rng: random.Random) -> Case:
+    """The labels of all options, in random order, up to the one that is asked for.
+
+    A thought of a task names one label, in one token of a hundred; from that alone a small model learned to find
+    options by their digits and never by their words.
+    """
+    pool = rng.choice(_POOLS)
+    options = rng.sample(pool, rng.randint(3, min(10, len(pool))))
+    order = rng.sample(options, len(options))
+    answer = options.index(order[-1])
+    thought = " ".join(f"so {option} is {ascii_uppercase[options.index(option)]}" for option in order)
+    question = f"Which option is {order[-1]}?"
+    return Case("drill", "choice", "Find the option.", question, tuple(options), answer, thought, len(options))
 
 
 # --- two sides that share no text -------------------------------------------------------------------------------------
