@@ -1,4 +1,4 @@
-"""The reference model's tasks and question writer, which lie in ``data/reference`` and are no package."""
+"""The reference model that ships in ``data/reference``: its prompts and questions. That folder is no package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from calib.questions import Question
+
 FOLDER = Path(__file__).parent.parent / "data" / "reference"
+PROMPT = FOLDER / "prompt.toml"
+"""As the model was trained."""
 
 
 def load(name: str) -> Any:
@@ -15,3 +19,9 @@ def load(name: str) -> Any:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return importlib.import_module(name)
+
+
+def questions(per_task: int, *, seed: int = 0, only: tuple[str, ...] = ()) -> list[Question]:
+    """``per_task`` questions of each task in turn, held out from the model's training."""
+    found: list[Question] = load("write_questions").questions(per_task, seed=seed, only=only)
+    return found

@@ -1,22 +1,16 @@
-"""Real vLLM servers on the CPU, started one after another; everything here skips where vLLM is not installed."""
+"""Real vLLM servers on the CPU, each started once; everything here skips where vLLM is not installed."""
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
-import tarfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-READY_SECONDS, STOP_SECONDS = 180.0, 30.0
+from tests.reference import FOLDER as REFERENCE
+from tests.vllm.servers import HERE, Server, serving
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,55 +36,16 @@ def tiny_model(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def reference_model(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small trained model that really thinks."""
-    archive = shared / "reference" / "main.tgz"
-    if not archive.is_file():
-        pytest.skip(f"no reference model at {archive}")
-    folder = tmp_path_factory.mktemp("reference")
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    return folder / "main"
+def server(
+    request: pytest.FixtureRequest, vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of what the test's parameter names: ``tiny`` or ``main`` (the reference model), and flags.
 
-
-@pytest.fixture(scope="session")
-def serve(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Serves a model folder and gives its address; a server of another one is stopped, for two cores hold one."""
-    running: list[subprocess.Popen[bytes]] = []
-    serving: dict[tuple[Path | str, ...], str] = {}
-
-    def stop() -> None:
-        serving.clear()
-        while running:
-            process = running.pop()
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def serve(folder: Path, *flags: str) -> str:
-        if (folder, *flags) in serving and running[0].poll() is None:
-            return serving[folder, *flags]
-        stop()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        log = tmp_path_factory.mktemp("log") / "vllm.log"
-        command = [vllm_python, HERE / "serve_tiny.py", "serve", folder, "--port", str(port), *flags]
-        with log.open("wb") as output:
-            running.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True))
-        deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
-            if running[0].poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                    return serving.setdefault((folder, *flags), f"http://127.0.0.1:{port}")
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        stop()
-        pytest.fail(f"vLLM did not start within {READY_SECONDS:g} s; the end of its log:\n{log.read_text()[-3000:]}")
-
-    yield serve
-    stop()
+    A test names it by ``parametrize("server", ["tiny --raw"], indirect=True)``, with no other argument in that call:
+    then it is a parameter of the session, and pytest runs all tests of one server together, whatever their files, and
+    stops it before it starts the next. Two cores hold one.
+    """
+    name, *flags = request.param.split()
+    folder = request.getfixturevalue("tiny_model") if name == "tiny" else REFERENCE / name
+    with serving(vllm_python, folder, tuple(flags), tmp_path_factory.mktemp("log") / "vllm.log") as running:
+        yield running

@@ -1,6 +1,8 @@
 """Reads ``vllm serve --config FILE`` by vLLM's own parser and prints what it understood. Runs where vLLM is installed.
 
-$CALIB_VLLM_VENV/bin/python tests/vllm/read_config.py vllm.yaml [FLAG...]
+echo vllm.yaml | $CALIB_VLLM_VENV/bin/python tests/vllm/read_config.py
+
+Files come on stdin, a line each, as importing vLLM takes many times as long as reading one.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ def main() -> None:
     parser = FlexibleArgumentParser()
     serve = ServeSubcommand()
     serve.subparser_init(parser.add_subparsers(required=False, dest="subparser"))
-    for file in sys.argv[1:]:
-        found = parser.parse_args(["serve", "--config", file, "--port", "8001"])
+    for line in sys.stdin:
+        found = parser.parse_args(["serve", "--config", line.rstrip("\n"), "--port", "8001"])
         serve.validate(found)
-        print(json.dumps({name: getattr(found, name) for name in NAMES}, default=repr))
+        print(json.dumps({name: getattr(found, name) for name in NAMES}, default=repr), flush=True)
 
 
 if __name__ == "__main__":

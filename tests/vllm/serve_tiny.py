@@ -1,7 +1,7 @@
-"""Makes a tiny random Qwen3 model and serves it by vLLM on the CPU. Runs in the environment of `install.sh`.
+"""Makes a tiny random Qwen3 model; serves it, or another one, by vLLM on the CPU. Runs in `install.sh`'s environment.
 
     $CALIB_VLLM_VENV/bin/python tests/vllm/serve_tiny.py make FOLDER
-    $CALIB_VLLM_VENV/bin/python tests/vllm/serve_tiny.py serve FOLDER --port 8100 [--speculative] [--raw]
+    $CALIB_VLLM_VENV/bin/python tests/vllm/serve_tiny.py serve FOLDER --port 8100 [--speculative | --draft] [--raw]
 
 The model says nothing sensible; that its probabilities are the same whichever way they are asked for can be checked.
 float32, because bfloat16 rounds log-probabilities to steps of about 0.1; blocks of 32 tokens, because shorter prompts
@@ -11,6 +11,7 @@ than a block are never cached. `serve` replaces this process, so a signal to it 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -25,7 +26,12 @@ TEMPLATE = (
 )
 """As Qwen3's: the model opens its thought itself, and without thinking an empty one is given."""
 
-SPECULATION = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":1}'
+NGRAM: dict[str, str | int] = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
 SPREAD, END_SPREAD = 0.12, 0.16
 """Deviation of the output weights: logits spread by about 1, the end mark's by a little more, so that some
 thoughts end."""
@@ -75,7 +81,9 @@ def make(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def serve(folder: Path, port: int, *, speculative: bool, raw: bool) -> None:
+def serve(folder: Path, port: int, *, speculation: dict[str, str | int], raw: bool) -> None:
+    # with a draft model, vLLM 0.32 for the CPU reads NaN from cached prefixes after a while
+    caching = "--no-enable-prefix-caching" if "model" in speculation else "--enable-prefix-caching"
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -88,10 +96,10 @@ def serve(folder: Path, port: int, *, speculative: bool, raw: bool) -> None:
         *(str(Path(sys.executable).with_name("vllm")), "serve", str(folder)),
         *("--served-model-name", folder.name, "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"),
-        *("--enforce-eager", "--enable-prefix-caching", "--reasoning-parser", "qwen3"),
+        *("--enforce-eager", caching, "--reasoning-parser", "qwen3"),
         *("--logprobs-mode", "raw_logprobs" if raw else "processed_logprobs"),
         *(() if raw else ("--max-logprobs", "64")),
-        *(("--speculative-config", SPECULATION) if speculative else ()),
+        *(("--speculative-config", json.dumps(speculation)) if speculation else ()),
     ]
     os.execve(command[0], command, environment)
 
@@ -101,13 +109,19 @@ def main() -> None:
     parser.add_argument("action", choices=["make", "serve"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=8100)
-    parser.add_argument("--speculative", action="store_true")
-    parser.add_argument("--raw", action="store_true")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--speculative", action="store_true", help="speculate by n-grams")
+    how.add_argument("--draft", action="store_true", help="or by the model in the folder draft beside FOLDER")
+    parser.add_argument("--raw", action="store_true", help="log-probabilities as before any mask")
     arguments = parser.parse_args()
     if arguments.action == "make":
         make(arguments.folder)
-    else:
-        serve(arguments.folder, arguments.port, speculative=arguments.speculative, raw=arguments.raw)
+        return
+    speculation = NGRAM if arguments.speculative else {}
+    if arguments.draft:
+        draft = str(arguments.folder.with_name("draft"))
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
+    serve(arguments.folder, arguments.port, speculation=speculation, raw=arguments.raw)
 
 
 if __name__ == "__main__":

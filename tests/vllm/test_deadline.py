@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +15,7 @@ from calib.engine.vllm import VllmEngine
 from calib.gateway import DecideRequest, Gateway
 from calib.policy import Policy
 from calib.questions import Question
+from tests.vllm.servers import Server
 from tests.vllm.test_real_vllm import QUESTIONS, SAME
 
 pytestmark = pytest.mark.vllm
@@ -63,10 +62,9 @@ async def _closed(engine: VllmEngine, question: Question, deadline: float) -> li
     return answers
 
 
-@pytest.mark.parametrize("way", ["plain", "speculative"])
-async def test_a_deadline_is_kept(serve: Callable[..., str], tiny_model: Path, way: str) -> None:
-    url = serve(tiny_model, *(() if way == "plain" else ("--speculative",)))
-    engine = VllmEngine(url, sampling=ENDLESS, label_mass=False)
+@pytest.mark.parametrize("server", ["tiny", "tiny --speculative"], indirect=True)
+async def test_a_deadline_is_kept(server: Server) -> None:
+    engine = VllmEngine(server.url, sampling=ENDLESS, label_mass=False)
     try:
         assert (await engine.info()).keeps_deadline
         deadline = await _deadline(engine)
@@ -77,7 +75,7 @@ async def test_a_deadline_is_kept(serve: Callable[..., str], tiny_model: Path, w
             assert not closed.finished.any()
             assert closed.p2.sum(axis=1) == pytest.approx([1, 1])
             assert closed.text is not None
-            if way == "plain":  # the same thought, stopped there by its budget
+            if not server.flags:  # the same thought, stopped there by its budget
                 stopped = await engine.ask(QUESTIONS[0], (got,))
                 assert (stopped.tokens.tolist(), stopped.closed) == ([got], False)
                 assert stopped.p2[0] == pytest.approx(closed.p2[1], abs=SAME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,19 @@ import pytest
 from calib.engine.prompts import read_prompt
 from calib.engine.vllm import VllmEngine
 from calib.recorded import MODEL, Row, open_recording
-from tests.reference import FOLDER
+from tests.reference import FOLDER, PROMPT, load
+from tests.vllm.servers import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-NEAR, FAR = 0.02, 0.05
-"""A GPU in bfloat16 recorded, a processor in float32 reads: one in twenty probabilities may differ by more than
-NEAR, none by FAR."""
+NEAR = 0.02
+"""How far a probability that a GPU recorded in bfloat16 may be from what a processor reads in float32.
+
+Most of it is the recording's: at logits of 8 to 16 a step of bfloat16 is 1/16, and half a step moves a probability
+near one half by 0.008. In bfloat16 the processor rounds alike in most questions and is then nearer, but where it
+rounds otherwise it is a whole step off or more.
+"""
+PER_TASK = 6
 
 SAME_LOGITS = """
 import sys; sys.path.insert(0, sys.argv[1])
@@ -44,14 +49,15 @@ with torch.no_grad():
 """
 
 
-async def test_the_shipped_weights_give_the_recorded_p1(serve: Callable[..., str]) -> None:
+@pytest.mark.parametrize("server", ["main"], indirect=True)
+async def test_the_shipped_weights_give_the_recorded_p1(server: Server) -> None:
     recording = open_recording()
     by_task: dict[str, list[Row]] = {}
     for row in recording.rows(MODEL):
         if (row.arm, row.concurrency) == ("base", 128):
             by_task.setdefault(row.question.dataset, []).append(row)
-    rows = [row for several in by_task.values() for row in several[:4]]
-    engine = VllmEngine(serve(FOLDER / "main"), prompt=read_prompt(FOLDER / "prompt.toml"), label_mass=False)
+    rows = [row for several in by_task.values() for row in several[:PER_TASK]]
+    engine = VllmEngine(server.url, prompt=read_prompt(PROMPT), label_mass=False)
     slots = asyncio.Semaphore(8)
 
     async def off(row: Row) -> float:
@@ -65,10 +71,13 @@ async def test_the_shipped_weights_give_the_recorded_p1(serve: Callable[..., str
         found = np.array(await asyncio.gather(*map(off, rows)))
     finally:
         await engine.close()
-    print(f"{len(found)} questions: largest difference {found.max():.4f}, median {np.median(found):.4f}")
-    assert len(found) == 56
-    assert np.mean(found <= NEAR) >= 0.95
-    assert found.max() < FAR
+    worst = rows[int(found.argmax())].question.id
+    print(
+        f"{len(found)} questions: largest difference {found.max():.4f} ({worst}), "
+        f"p99 {np.percentile(found, 99, method='inverted_cdf'):.4f}, median {np.median(found):.4f}"
+    )
+    assert len(found) == PER_TASK * len(load("tasks").TASKS)
+    assert found.max() <= NEAR, worst
 
 
 def test_transformers_and_the_large_model_compute_the_same(vllm_python: Path) -> None:

@@ -1,6 +1,6 @@
 """From questions to a served policy on real vLLM, through the command line: collect, optimize, export, serve, ask.
 
-The small trained model shows that a tuned policy is worth having; a random model, that the live gateway does what the
+The reference model shows that a tuned policy is worth having; a random model, that the live gateway does what the
 policy did on paper.
 """
 
@@ -10,11 +10,12 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ from calib.policy import decide
 from calib.policyfile import load_policy_file
 from calib.questions import NOUL_OPTIONS, SCORE_LEVELS, Question, write_questions
 from calib.store import Store, load_outcomes
-from tests.vllm.reference import PROMPT, reference_questions
+from tests.reference import PROMPT
+from tests.reference import questions as reference_questions
+from tests.vllm.servers import HERE, Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-HERE = Path(__file__).parent
 SAME = 2e-3
 """How far apart two reads of one prompt may be in float32: the other prompts of a batch move the last digits."""
 OTHER_THOUGHTS = 0.05
@@ -86,33 +88,29 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-# --- the trained model: the tuned policy is worth having --------------------------------------------------------------
+# --- the reference model: the tuned policy is worth having ------------------------------------------------------------
+
+TASKS = ("chain", "checks", "count", "intent", "kth", "parity", "product", "rating", "sums")
+"""Thinking helps in some, does nothing in others and ruins one; the thoughts that were trained are short."""
 
 
-async def test_the_tuned_policy_beats_system_1_and_always_thinking(
-    serve: Callable[..., str], reference_model: Path, shared: Path, tmp_path: Path
-) -> None:
-    # the route's score questions have levels of their own, other than this model's
-    collected_on = reference_questions(shared, 270, seed=20_000, without=("rating",))
+@pytest.mark.parametrize("server", ["main"], indirect=True)
+async def test_the_tuned_policy_beats_system_1_and_always_thinking(server: Server, tmp_path: Path) -> None:
+    collected_on = reference_questions(30, only=TASKS)
     seen = {question.state for question in collected_on}
-    held_out = [
-        question
-        for question in reference_questions(shared, 180, seed=50_000, without=("rating",))
-        if question.state not in seen
-    ]
+    held_out = [question for question in reference_questions(20, seed=1, only=TASKS) if question.state not in seen]
     write_questions(collected_on, tmp_path / "q.jsonl")
-    url = serve(reference_model)
     asked = ("--prompt-template", PROMPT, "--sampling", '{"temperature": 0.6}')
     started = time.perf_counter()
     calib(
         tmp_path,
-        *("collect", "q.jsonl", "--arm", f"base={url}", "--yes", "--budgets", "16,64,256", *asked),
+        *("collect", "q.jsonl", "--arm", f"base={server.url}", "--yes", "--budgets", "16,64,256", *asked),
         *("--concurrency", "16", "--latency-sample", "20"),
     )
     seconds = time.perf_counter() - started
     tuned = calib(tmp_path, "optimize", "--target", "p90<30s", "--trials", "20", expect=(0, 3))
     calib(tmp_path, "export", "best", "--out", tmp_path / "out")
-    with gateway(tmp_path, "--upstream", url, *asked) as front:
+    with gateway(tmp_path, "--upstream", server.url, *asked) as front:
         plain = await ask(front, held_out, thinking="auto")
         parts = await ask(front, held_out, thinking="on", think_budget=256, debug=True)
     key = np.array([question.answer for question in held_out])
@@ -175,41 +173,54 @@ def offline(folder: Path, questions: Sequence[Question], arm: str) -> Outcomes:
     return outcomes.take(np.array([place[question.dataset, question.id] for question in questions]))
 
 
-async def test_what_is_served_is_what_was_tuned(
-    serve: Callable[..., str], vllm_python: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    questions = random_questions(72)
-    write_questions(questions, tmp_path / "q.jsonl")
-    arms = arms_file(tmp_path / "arms.toml", vllm_python, tiny_model)
-    asked = ("--sampling", '{"temperature": 0.7}')
-    load = ("--concurrency", "8", "--latency-sample", "15", "--pilot", "20")
-    collected = calib(
-        tmp_path, "collect", "q.jsonl", "--arms", arms, "--yes", "--budgets", "8,32,128", *load, *asked, "--audit", "10"
-    )
-    assert collected["stages"]["ended"] == "every question was thought about"
-    assert [row["arm"] for row in collected["arms"]] == ["base"]
-    assert [(row["arm"], row["state"], row["timed"]) for row in collected["passes"]] == [
+ASKED = ("--sampling", '{"temperature": 0.7}')
+SOME = ("--test-share", "0", "--target", "think_rate>30%", "--target", "think_rate<70%")
+
+
+@pytest.fixture(scope="session")
+def collected(vllm_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with the store of both arms, which calib started; and what `calib collect` said."""
+    folder = tmp_path_factory.mktemp("collected")
+    write_questions(random_questions(72), folder / "q.jsonl")
+    arms = arms_file(folder / "arms.toml", vllm_python, tiny_model)
+    load = ("--concurrency", "8", "--latency-sample", "15", "--pilot", "20", "--audit", "10")
+    said = calib(folder, "collect", "q.jsonl", "--arms", arms, "--yes", "--budgets", "8,32,128", *load, *ASKED)
+    return folder, said
+
+
+@pytest.fixture
+def stored(collected: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy of that folder, to work in."""
+    return Path(shutil.copytree(collected[0], tmp_path / "stored"))
+
+
+def test_arms_that_calib_starts_are_collected_in_turn(collected: tuple[Path, Any], stored: Path) -> None:
+    said = collected[1]
+    assert said["stages"]["ended"] == "every question was thought about"
+    assert [row["arm"] for row in said["arms"]] == ["base"]
+    assert [(row["arm"], row["state"], row["timed"]) for row in said["passes"]] == [
         ("base", "done", 15),
         ("ngram", "done", 15),
     ]
-    status = calib(tmp_path, "status")
+    status = calib(stored, "status")
     audits = {row["audit"]: row for rows in status["audits"].values() for row in rows}
     assert audits["arms p1"]["level"] == "ok"
-
-    both = calib(tmp_path, "optimize", "--test-share", "0", "--trials", "0", "--target", "p90<60s", "--arm", "ngram")
+    both = calib(stored, "optimize", "--test-share", "0", "--trials", "0", "--target", "p90<60s", "--arm", "ngram")
     assert both["policy"]["arm"] == "ngram"
     assert "estimated" in both["marks"]  # 15 of its questions were timed
-    some = ("--test-share", "0", "--target", "think_rate>30%", "--target", "think_rate<70%")
-    tuned = calib(tmp_path, "optimize", "--arm", "base", "--trials", "10", "--name", "plain", *some)
-    assert tuned["verdict"] == "met"
-    calib(tmp_path, "export", "plain", "--out", tmp_path / "out")
-    policy = load_policy_file(tmp_path / "out" / "policy.json")
-    assert policy.threshold == tuned["policy"]["threshold"]
 
-    url = serve(tiny_model)
-    with gateway(tmp_path, "--upstream", url, *asked) as front:
+
+@pytest.mark.parametrize("server", ["tiny"], indirect=True)
+async def test_what_is_served_is_what_was_tuned(server: Server, stored: Path) -> None:
+    questions = random_questions(72)
+    tuned = calib(stored, "optimize", "--arm", "base", "--trials", "10", "--name", "plain", *SOME)
+    assert tuned["verdict"] == "met"
+    calib(stored, "export", "plain", "--out", stored / "out")
+    policy = load_policy_file(stored / "out" / "policy.json")
+    assert policy.threshold == tuned["policy"]["threshold"]
+    with gateway(stored, "--upstream", server.url, *ASKED) as front:
         answers = await ask(front, questions, thinking="auto")
-    outcomes = offline(tmp_path, questions, "base")
+    outcomes = offline(stored, questions, "base")
     expected = decide(outcomes, policy)
     used = np.array([answer["thinking"]["used"] for answer in answers])
     assert 0.3 < used.mean() < 0.7
@@ -229,14 +240,18 @@ async def test_what_is_served_is_what_was_tuned(
     tokens = [answer["thinking"].get("think_tokens", 0) for answer in answers]
     assert np.mean(np.array(tokens) == used * outcomes.tokens[:, outcomes.budget_index(policy.think_budget)]) >= 0.95
 
-    # and again by the second arm, whose thoughts are other ones each time: what does not hang on a thought is the same
-    second = calib(tmp_path, "optimize", "--arm", "ngram", "--trials", "0", "--name", "second", *some)
+
+@pytest.mark.parametrize("server", ["tiny --speculative"], indirect=True)
+async def test_the_second_arm_serves_what_was_tuned(server: Server, stored: Path) -> None:
+    """Its thoughts are other ones each time; what does not hang on a thought is the same."""
+    questions = random_questions(72)
+    second = calib(stored, "optimize", "--arm", "ngram", "--trials", "0", "--name", "second", *SOME)
     assert (second["verdict"], second["policy"]["arm"]) == ("met", "ngram")
-    calib(tmp_path, "export", "second", "--out", tmp_path / "second" / "out")
-    policy = load_policy_file(tmp_path / "second" / "out" / "policy.json")
-    with gateway(tmp_path / "second", "--upstream", serve(tiny_model, "--speculative"), *asked) as front:
+    calib(stored, "export", "second", "--out", stored / "out")
+    policy = load_policy_file(stored / "out" / "policy.json")
+    with gateway(stored, "--upstream", server.url, *ASKED) as front:
         answers = await ask(front, questions, thinking="auto")
-    outcomes = offline(tmp_path, questions, "ngram")
+    outcomes = offline(stored, questions, "ngram")
     expected = decide(outcomes, policy)
     used = np.array([answer["thinking"]["used"] for answer in answers])
     assert used.tolist() == expected.thinks.tolist()
