@@ -85,7 +85,7 @@ async def offer(
     n: int,
     load: Load,
     *,
-    rng: np.random.Generator,
+    times: NDArray[np.float64] | None = None,
     stop: asyncio.Event | None = None,
     now: Callable[[], float] = time.perf_counter,
     tick: Callable[[], None] | None = None,
@@ -98,23 +98,30 @@ async def offer(
         Gets the number of the question and when it was due by ``now``; an exception ends everything and is raised.
     n : int
     load : Load
-    rng : numpy.random.Generator
-        Draws the arrivals at a rate.
+    times : ndarray of shape (n,), optional
+        When each is due, seconds from the start, at a rate: see `arrival_times`.
     stop : asyncio.Event, optional
         Once set, no question is begun any more; those in flight are waited for.
     now : callable
         The clock; tests replace it.
     tick : callable, optional
         Called several times a second.
+
+    Raises
+    ------
+    CalibError
+        A rate without as many times as questions.
     """
+    if load.rate is not None and (times is None or len(times) != n):
+        raise CalibError(f"{n} questions at {load} need a time each, got {0 if times is None else len(times)}")
     stop = stop or asyncio.Event()
     found: list[T] = []
 
     async def one(i: int, due: float) -> None:
         found.append(await ask(i, due))
 
-    if load.rate is not None:
-        asking = _open(one, arrival_times(n, load.rate, rng), stop, now)
+    if times is not None and load.rate is not None:
+        asking = _open(one, times, stop, now)
     else:
         asking = _closed(one, n, load.concurrency or 1, stop, now)
     ticking = asyncio.create_task(_tick(tick)) if tick is not None else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from calib import predicted as comparison
 from calib.arrivals import Load
@@ -20,6 +21,7 @@ from calib.measured import Checked, Served
 from calib.outcomes import SIMULATED, Outcomes
 from calib.policy import Decisions
 from calib.predicted import Difference, Line, Measured, Obedience
+from calib.queueing import Forecast
 from calib.store import Verification, VerifiedRows
 
 __all__ = ["Verified", "model_behind", "served_otherwise", "warnings_of"]
@@ -51,7 +53,12 @@ class Verified:
     outcomes : Outcomes
         Of the questions that were asked.
     predicted : Decisions
-        Offline, on these outcomes.
+        Offline, on these outcomes; latency from the forecast where there is one.
+    forecast : Forecast or None
+        What the arrivals do to the latency, where seconds of several loads are known; None where those of one load are
+        the prediction.
+    due : ndarray of shape (N,), or None
+        When each question arrived, seconds from the start; None with a fixed number in flight.
     measured : Measured
     lines : tuple of Line
     targets : tuple of Checked
@@ -75,6 +82,8 @@ class Verified:
     load: Load
     outcomes: Outcomes
     predicted: Decisions
+    forecast: Forecast | None
+    due: NDArray[np.float64] | None
     measured: Measured
     lines: tuple[Line, ...]
     targets: tuple[Checked, ...]
@@ -123,6 +132,7 @@ class Verified:
                 "concurrency": self.load.concurrency,
                 "in_flight": self.in_flight,
                 "tuned_concurrency": int(o.concurrency[o.arm_index(policy.arm)]) or None,
+                "predicted_from": self._rests_on(),
             },
             "n": o.n,
             "counts": dict(self.counts),
@@ -146,6 +156,13 @@ class Verified:
             },
             "warnings": list(self.warnings),
         }
+
+    def _rests_on(self) -> dict[str, Any]:
+        """The loads whose seconds are the prediction, and what it says of this one."""
+        if self.forecast is None:
+            load = int(self.outcomes.concurrency[self.outcomes.arm_index(self.served.policy.arm)])
+            return {"concurrency": [load] if load else [], "in_flight": None}
+        return self.forecast.to_dict()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -258,6 +275,8 @@ def served_otherwise(served: Served, info: EngineInfo, outcomes: Outcomes, measu
 
 def _other_load(found: Verified) -> list[str]:
     tuned = int(found.outcomes.concurrency[found.outcomes.arm_index(found.served.policy.arm)])
+    if found.forecast is not None and found.load.rate is not None:
+        return found.forecast.warnings(found.load.rate)
     if not tuned:
         return ["at which load the stored seconds were taken is not known: compare latency with care"]
     if found.load.rate is not None:

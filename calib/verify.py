@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calib import predicted as comparison
-from calib.arrivals import Load, offer
+from calib.arrivals import Load, arrival_times, offer
 from calib.collect import in_loop
 from calib.engine.base import AskFailed, EngineInfo
 from calib.engine.decide import DecideEngine
@@ -28,10 +28,11 @@ from calib.gateway import policy_version
 from calib.intervals import RESAMPLES
 from calib.measured import Served, check
 from calib.outcomes import Outcomes
-from calib.policy import decide
+from calib.policy import Policy, decide
 from calib.predicted import Measured
 from calib.provenance import Provenance
 from calib.questions import Question
+from calib.queueing import Forecast, forecast
 from calib.store import Store, load_outcomes, schema
 from calib.store.contents import loads
 from calib.verified import Verified, model_behind, served_otherwise, warnings_of
@@ -67,7 +68,8 @@ class Trial:
     test_share : float or None
         Share that was held out; what the saved policy says, else 0.3, when left out.
     predict_at : int or None
-        Concurrency of the stored seconds; needed where there are several and none is that of the load.
+        Concurrency of the stored seconds; at a rate all of them together predict (`calib.queueing`), unless given. In
+        a closed loop it is needed where there are several and none is that of the load.
     datasets : sequence of str or None
         Only these.
     traffic : mapping of str to float or None
@@ -122,12 +124,14 @@ def verify(served: Served, store: Store, trial: Trial, *, progress: Progress | N
         )
     if trial.level is not None and not 0 < trial.level < 1:
         raise CalibError(f"--level must be between 0 and 1, for instance 0.95, got {trial.level}")
-    outcomes, load = _stored(served, store, trial)
+    recorded, load = _stored(served, store, trial)
+    outcomes = recorded[-1]
     served = replace(served, imported=Provenance(store.identity(outcomes.fingerprint)).imported)
     held_out, asked, counts = _questions(served, store, trial, outcomes)
-    where, order = _drawn(held_out, asked, trial)
+    where, rng = _drawn(held_out, asked, trial)
     questions = [asked[_key(held_out, i)] for i in where]
     chosen = held_out.take(where)
+    due = None if load.rate is None else arrival_times(len(where), load.rate, rng)
 
     got: list[_Got] = []
     began = time.perf_counter()
@@ -137,7 +141,7 @@ def verify(served: Served, store: Store, trial: Trial, *, progress: Progress | N
         info.append(await _who(trial))
         _refuse_other_model(info[0], chosen, served, trial)
         by_dataset = any(key.startswith("dataset=") for key in served.policy.routes)
-        await _ask(questions, trial, load, info[0], got, stop, progress, order, by_dataset=by_dataset)
+        await _ask(questions, trial, load, info[0], got, stop, progress, due, by_dataset=by_dataset)
 
     interrupted = False
     try:
@@ -148,18 +152,22 @@ def verify(served: Served, store: Store, trial: Trial, *, progress: Progress | N
     if not got:
         raise CalibError("nothing was asked: it was stopped before the first answer", exit_code=1)
     interrupted = interrupted or len(got) < len(questions)
-    found = _compare(served, store, trial, info[0], load, chosen, got, counts, seconds, interrupted, outcomes)
+    found = _compare(served, store, trial, info[0], load, recorded, chosen, due, got, counts, seconds, interrupted)
     store.add_verification(found.row())
     return found
 
 
-def _stored(served: Served, store: Store, trial: Trial) -> tuple[Outcomes, Load]:
-    """What the prediction rests on, at the load that the run is nearest to, and the load of the run."""
+def _stored(served: Served, store: Store, trial: Trial) -> tuple[list[Outcomes], Load]:
+    """What the prediction rests on, at one load or at several, ascending, and the load of the run."""
     model = served.fingerprint
     known = loads(store, model).get(trial.arm, ()) if model is not None else ()
     at = trial.predict_at
     if at is None and trial.load is not None and trial.load.concurrency in known:
         at = trial.load.concurrency
+    if at is None and trial.load is not None and trial.load.rate is not None:
+        several = _at_loads(store, trial, model, [load for load in known if load > 0])
+        if len(several) > 1:
+            return [_as_traffic(outcomes, trial) for outcomes in several], trial.load
     try:
         outcomes = load_outcomes(store, model=model, arms=[trial.arm], concurrency=at)
     except CalibError as error:
@@ -169,12 +177,23 @@ def _stored(served: Served, store: Store, trial: Trial) -> tuple[Outcomes, Load]
                 f"which seconds are the prediction: --predict-at {known[-1]}"
             ) from None
         raise error from None
+    tuned = int(outcomes.concurrency[outcomes.arm_index(trial.arm)])
+    return [_as_traffic(outcomes, trial)], trial.load or Load(concurrency=tuned or CONCURRENCY)
+
+
+def _at_loads(store: Store, trial: Trial, model: str | None, loads: Sequence[int]) -> list[Outcomes]:
+    """The arm at each load at which the seconds of all questions are known; none of a simulated model.
+
+    A simulated server tells the seconds of one load, however many are in flight.
+    """
+    found = [load_outcomes(store, model=model, arms=[trial.arm], concurrency=load) for load in loads]
+    return [outcomes for outcomes in found if outcomes.has_latency(trial.arm) and not outcomes.simulated]
+
+
+def _as_traffic(outcomes: Outcomes, trial: Trial) -> Outcomes:
     if trial.datasets is not None:
         outcomes = outcomes.select(trial.datasets)
-    if trial.traffic is not None:
-        outcomes = outcomes.reweighted(dict(trial.traffic))
-    tuned = int(outcomes.concurrency[outcomes.arm_index(trial.arm)])
-    return outcomes, trial.load or Load(concurrency=tuned or CONCURRENCY)
+    return outcomes if trial.traffic is None else outcomes.reweighted(dict(trial.traffic))
 
 
 def _questions(
@@ -305,7 +324,7 @@ async def _ask(
     got: list[_Got],
     stop: asyncio.Event,
     progress: Progress | None,
-    rng: np.random.Generator,
+    due: NDArray[np.float64] | None,
     *,
     by_dataset: bool,
 ) -> None:
@@ -334,7 +353,7 @@ async def _ask(
             progress(len(got), len(questions), failed)
 
     try:
-        await offer(one, len(questions), load, rng=rng, stop=stop, tick=tick)
+        await offer(one, len(questions), load, times=due, stop=stop, tick=tick)
     finally:
         await client.close()
         tick()
@@ -380,16 +399,24 @@ def _compare(
     trial: Trial,
     info: EngineInfo,
     load: Load,
+    recorded: Sequence[Outcomes],
     chosen: Outcomes,
+    due: NDArray[np.float64] | None,
     got: Sequence[_Got],
     counts: Mapping[str, int],
     seconds: float,
     interrupted: bool,
-    everything: Outcomes,
 ) -> Verified:
-    got = sorted(got, key=lambda one: one.index)
-    outcomes, policy = chosen.take([one.index for one in got]), served.policy
+    got, policy, everything = sorted(got, key=lambda one: one.index), served.policy, recorded[-1]
+    asked = [one.index for one in got]
+    due = None if due is None else due[asked]
+    outcomes, flight = chosen.take(asked), None
+    if len(recorded) > 1 and due is not None:
+        flight, each = _forecast(recorded, outcomes, policy, due)
+        outcomes = each[flight.nearest]
     measured, prediction = _measured(got, outcomes), decide(outcomes, policy)
+    if flight is not None:
+        prediction = replace(prediction, latency=flight.latency)
     if measured.failed.all():
         reasons = ", ".join(f"{reason} {n}" for reason, n in Counter(one.failure for one in got).most_common())
         raise CalibError(f"{_shown(trial)}: none of {len(got)} questions was answered: {reasons}", exit_code=1)
@@ -423,6 +450,8 @@ def _compare(
         load=load,
         outcomes=outcomes,
         predicted=prediction,
+        forecast=flight,
+        due=due,
         measured=measured,
         lines=comparison.lines(outcomes, prediction, decisions, rng=rng, level=level, resamples=trial.resamples),
         targets=targets,
@@ -437,6 +466,17 @@ def _compare(
         warnings=(),
     )
     return replace(found, warnings=tuple(warnings_of(found)))
+
+
+def _forecast(
+    recorded: Sequence[Outcomes], outcomes: Outcomes, policy: Policy, due: NDArray[np.float64]
+) -> tuple[Forecast, list[Outcomes]]:
+    """What these arrivals do to the questions that were asked, and these at each recorded load."""
+    each = []
+    for everything in recorded:  # answers are shared between loads, and so are the questions
+        place = {_key(everything, i): i for i in range(everything.n)}
+        each.append(everything.take([place[_key(outcomes, i)] for i in range(outcomes.n)]))
+    return forecast(recorded, each, policy, due), each
 
 
 def _shown(trial: Trial) -> str:

@@ -44,7 +44,7 @@ def test_a_slow_server_slows_no_arrival():
             done.append(loop.time() - due)
             return i
 
-        found = await offer(ask, 60, load, rng=np.random.default_rng(3), now=loop.time)
+        found = await offer(ask, 60, load, times=arrival_times(60, 2.0, np.random.default_rng(3)), now=loop.time)
         assert found == list(range(60))
 
     seconds = run(main)
@@ -64,7 +64,7 @@ def test_a_client_that_stalls_counts_from_when_the_question_was_due():
                 loop.clock += 10  # the client itself hangs: several arrivals pass meanwhile
             waits.append(loop.time() - due)
 
-        await offer(ask, 20, Load(rate=1.0), rng=np.random.default_rng(0), now=loop.time)
+        await offer(ask, 20, Load(rate=1.0), times=arrival_times(20, 1.0, np.random.default_rng(0)), now=loop.time)
 
     run(main)
     times = arrival_times(20, 1.0, np.random.default_rng(0))
@@ -87,7 +87,7 @@ def test_a_crew_has_as_many_in_flight_as_told_and_not_one_more():
             flying -= 1
             return i
 
-        found = await offer(ask, 12, Load(concurrency=3), rng=np.random.default_rng(0), now=loop.time)
+        found = await offer(ask, 12, Load(concurrency=3), now=loop.time)
         assert sorted(found) == list(range(12))
 
     seconds = run(main)
@@ -97,7 +97,7 @@ def test_a_crew_has_as_many_in_flight_as_told_and_not_one_more():
 
 @pytest.mark.parametrize("load", [Load(rate=1.0), Load(concurrency=4)])
 def test_a_stop_begins_no_question_and_waits_for_those_in_flight(load):
-    begun, found = [], []
+    begun, found, times = [], [], arrival_times(100, 1.0, np.random.default_rng(1))
 
     async def main(loop):
         stop = asyncio.Event()
@@ -109,7 +109,7 @@ def test_a_stop_begins_no_question_and_waits_for_those_in_flight(load):
             await asyncio.sleep(50)
             return i
 
-        found.extend(await offer(ask, 100, load, rng=np.random.default_rng(1), stop=stop, now=loop.time))
+        found.extend(await offer(ask, 100, load, times=times, stop=stop, now=loop.time))
 
     run(main)
     assert begun == list(range(8))
@@ -118,7 +118,7 @@ def test_a_stop_begins_no_question_and_waits_for_those_in_flight(load):
 
 @pytest.mark.parametrize("load", [Load(rate=1.0), Load(concurrency=4)])
 def test_an_error_ends_everything_at_once(load):
-    ended = []
+    ended, times = [], arrival_times(100, 1.0, np.random.default_rng(1))
 
     async def main(loop):
         async def ask(i, due):
@@ -130,10 +130,19 @@ def test_an_error_ends_everything_at_once(load):
                 ended.append(i)
 
         with pytest.raises(CalibError, match="another key"):
-            await offer(ask, 100, load, rng=np.random.default_rng(1), now=loop.time)
+            await offer(ask, 100, load, times=times, now=loop.time)
 
     assert run(main) < 20
     assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("times", [None, np.ones(3)])
+def test_a_rate_needs_a_time_for_each_question(times):
+    async def main(loop):
+        with pytest.raises(CalibError, match=r"4 questions at 1 requests/s need a time each, got [03]"):
+            await offer(None, 4, Load(rate=1.0), times=times)
+
+    run(main)
 
 
 def test_gaps_are_exponential_and_repeat_with_the_seed():
@@ -149,9 +158,7 @@ def test_progress_is_told_while_it_runs():
         async def ask(i, due):
             await asyncio.sleep(1)
 
-        await offer(
-            ask, 3, Load(concurrency=1), rng=np.random.default_rng(0), now=loop.time, tick=lambda: calls.append(1)
-        )
+        await offer(ask, 3, Load(concurrency=1), now=loop.time, tick=lambda: calls.append(1))
 
     run(main)
     assert len(calls) == pytest.approx(15, abs=2)  # three seconds, five times a second

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from calib.arrivals import Load
+from calib.arrivals import Load, arrival_times
 from calib.certify import alpha_at_look
 from calib.cli import cli
 from calib.engine.base import Answer, AskFailed, EngineInfo
@@ -26,8 +28,9 @@ from calib.export import export
 from calib.measured import read_served
 from calib.policy import Policy, Route, decide
 from calib.questions import Question
+from calib.queueing import forecast
 from calib.serve import ServerThread, open_app
-from calib.store import Store, load_outcomes
+from calib.store import Answered, Store, load_outcomes
 from calib.tuning import split_identity
 from calib.verified import Verified
 from calib.verify import Trial, verify
@@ -346,6 +349,100 @@ def test_a_promise_that_was_measured_spends_no_look(store, policy):
     with serving(Faulty(policy.arm), policy) as url:
         found = run(store, url, policy, n=20)
     assert (store.looks(identity), found.targets[0].certified) == (before, None)
+
+
+# --- seconds that were recorded at several loads ----------------------------------------------------------------------
+
+
+class Paced(Faulty):
+    """A real model by its own account: it sleeps its seconds, a tenth of the simulated ones, at any load."""
+
+    def __init__(self, arm: str) -> None:
+        super().__init__(arm, slower(0.1), time_scale=0.1)
+
+    async def info(self) -> EngineInfo:
+        told = await super().info()
+        return replace(told, simulated=False, raw={**told.raw, "simulated": False})
+
+
+LOADS = {2: 1.0, 8: 1.0, 32: 3.0}
+"""Requests in flight, and how many times as long a question takes then."""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """A store with the seconds of some questions at each load, and a policy."""
+    path = tmp_path_factory.mktemp("recorded") / "r.db"
+    questions = load_profile(PROFILE).questions()[::12]
+    engine, policy = Paced("base"), Policy(threshold=0.7, mix=0.5, think_budget=512)
+
+    async def collect(store: Store) -> None:
+        fingerprint = store.register_model(await engine.info())
+        asked = SimulatedEngine(load_profile(PROFILE), arm="base")
+        answers = [await asked.ask(question, (512, 2048)) for question in questions]
+        for load, times in LOADS.items():
+            timed = [slower(0.1 * times)(q, answer) for q, answer in zip(questions, answers, strict=True)]
+            store.write(fingerprint, [Answered(q, "base", a, load) for q, a in zip(questions, timed, strict=True)])
+
+    with Store.open(path) as store:
+        store.add_questions(questions)
+        asyncio.run(collect(store))
+        document = {"policy": policy.to_dict(), "split": {"test_share": 0.5}, "marks": [], "targets": []}
+        model = load_outcomes(store, concurrency=8).fingerprint
+        store.save_policy("best", document | {"fingerprints": {"model": model}})
+    return path
+
+
+def test_arrivals_are_predicted_from_all_recorded_loads(recorded):
+    policy = Policy(threshold=0.7, mix=0.5, think_budget=512)
+    with serving(Paced("base"), policy) as url, Store.open(recorded) as store:
+        asked = [run(store, url, policy, load=Load(rate=30.0), n=25, predict_at=at) for at in (None, 32)]
+        with pytest.raises(CalibError, match="timed at the concurrencies 2, 8, 32.*--predict-at 32"):
+            run(store, url, policy, n=5, load=Load(concurrency=3))  # a closed loop of another number
+        all_loads = [load_outcomes(store, concurrency=load) for load in LOADS]
+    found, alone = asked
+    each = [o.split(0.5)[1] for o in all_loads]
+    place = [each[0].ids.tolist().index(name) for name in found.outcomes.ids.tolist()]
+    asked_there = [o.take(place) for o in each]
+    rng = np.random.default_rng(0)
+    rng.permutation(each[0].n)  # the draw of the questions comes first
+    times = arrival_times(25, 30.0, rng)
+    np.testing.assert_array_equal(found.due, times)
+    expected = forecast(all_loads, asked_there, policy, times)
+    np.testing.assert_array_equal(found.predicted.latency, expected.latency)
+    np.testing.assert_array_equal(found.predicted.tokens, decide(asked_there[0], policy).tokens)
+
+    told = found.to_dict()["load"]
+    assert told["predicted_from"] == expected.to_dict()
+    assert told["predicted_from"]["concurrency"] == [2, 8, 32]
+    assert told["tuned_concurrency"] == [2, 8, 32][expected.nearest]
+    assert told["in_flight"] == pytest.approx(told["predicted_from"]["in_flight"], rel=0.5)
+    lines = {line.metric: line for line in found.lines}
+    assert lines["p90"].predicted.value == np.sort(expected.latency)[math.ceil(0.9 * 25) - 1]
+    assert "were taken with" not in warned(found)
+
+    assert alone.forecast is None  # one load, and what it says of each question
+    np.testing.assert_array_equal(alone.due, times)
+    np.testing.assert_array_equal(alone.predicted.latency, decide(asked_there[2], policy).latency)
+    assert alone.to_dict()["load"]["predicted_from"] == {"concurrency": [32], "in_flight": None}
+    assert "the stored seconds were taken with 32 requests in flight, these at 30 requests/s" in warned(alone)
+
+
+def test_a_rate_that_nothing_recorded_sustains_is_said(recorded):
+    with serving(Paced("base"), Policy(threshold=0.7, mix=0.5, think_budget=512)) as url:
+        asked = ("verify", "best", "--arm", f"base={url}", "--store", str(recorded), "--n", "25")
+        shown, quiet = called(*asked, "--rate", "900/s"), called(*asked, "--rate", "1/s", "--n", "3", "--json")
+    assert shown.exit_code == 0, shown.output
+    assert "predicted for these arrivals from seconds at 2, 8, 32 in flight: " in shown.stdout
+    assert (
+        "overloaded: 900 requests/s arrive, and nothing recorded shows that the server does more than" in shown.output
+    )
+    document = json.loads(quiet.stdout)
+    assert document["load"]["predicted_from"]["saturated"] == 0
+    assert document["warnings"] == [
+        f"{document['load']['predicted_from']['in_flight']:.3g} requests are in flight on average, fewer than at the "
+        "lowest recorded load: the seconds of 2 in flight stand for theirs"
+    ]
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------

@@ -381,7 +381,7 @@ def serve(
 @click.option("--concurrency", type=int, metavar="N", help="Requests in flight.  [default: as collected]")
 @click.option("--n", "most", type=int, metavar="N", help="Questions, drawn from the held-out ones.  [default: all]")
 @click.option("--questions", "files", multiple=True, metavar="FILE", help="Texts, for a store that keeps none.")
-@click.option("--predict-at", type=int, metavar="N", help="Predict from seconds collected at this concurrency.")
+@click.option("--predict-at", type=int, metavar="N", help="Predict from seconds collected at this load alone.")
 @click.option("--test-share", type=float, metavar="SHARE", help="Share held out.  [default: the policy's, else 0.3]")
 @click.option("--level", type=float, metavar="LEVEL", help="Of intervals, tests.  [default: the policy's, else 0.95]")
 @click.option("--seed", default=0, show_default=True, type=int, help="Of the draw, the arrivals and the bootstrap.")

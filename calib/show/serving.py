@@ -204,6 +204,7 @@ def verified(document: Mapping[str, Any]) -> None:
         f"{document['name']} (version {document['policy_version']}) on arm {document['arm']} at {document['url']}: "
         f"{document['n']:,} held-out questions, {at}, {duration(document['seconds'])}{marked_with(document['marks'])}"
     )
+    _predicted_from(load)
     for text in document["warnings"]:
         warn(text)
     say()
@@ -229,6 +230,21 @@ def verified(document: Mapping[str, Any]) -> None:
     _differences(document["differences"], document["n"])
     verdicts = {"kept": "every target is met", "missed": "a target is missed", "no_targets": "no target to look at"}
     say(f"   {verdicts[document['verdict']]}", head=click.style(f"verdict: {document['verdict']}", bold=True))
+
+
+def _predicted_from(load: Mapping[str, Any]) -> None:
+    """What the predicted seconds rest on, where it is more than those of one load."""
+    rests_on = load["predicted_from"]
+    if rests_on["in_flight"] is None:
+        return
+    at = ", ".join(map(str, rests_on["concurrency"]))
+    capacity = (
+        "" if rests_on["capacity"] is None else f"; these show {rests_on['capacity']:.3g} requests/s to be possible"
+    )
+    say(
+        f"predicted for these arrivals from seconds at {at} in flight: {rests_on['in_flight']:.3g} in flight "
+        f"on average (measured {load['in_flight']:.3g}){capacity}"
+    )
 
 
 def _target_value(target: str, value: float | None) -> str:
