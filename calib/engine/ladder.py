@@ -132,7 +132,7 @@ def _of_labels(row: dict[int, float], labels: Sequence[int], *, normalised: bool
         raise AskFailed(
             "missing_label",
             f"no log-probability came back for {len(missing)} of {len(labels)} labels: another client may use "
-            "logprob_token_ids, which spoils what others read",
+            "logprob_token_ids, or the server speculates on a CPU; either spoils what others read",
         )
     logprobs = np.array([row[label] for label in labels])
     total = math.exp(min(_log_sum(logprobs), 1.0))  # logits can be any number

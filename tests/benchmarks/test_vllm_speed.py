@@ -32,7 +32,8 @@ from calib.engine.completions import Trace
 from calib.engine.http import HttpClient
 from calib.engine.vllm import VllmEngine
 from calib.questions import Question
-from tests.vllm.conftest import serve, tiny_model, vllm_python  # noqa: F401 - fixtures
+from tests.vllm.conftest import server, tiny_model, vllm_python  # noqa: F401 - fixtures
+from tests.vllm.servers import Server
 
 LOADS = [(0.1, 1, 40), (0.1, 8, 320), (0.1, 64, 1920), (0.0, 64, 3000)]
 """Seconds that the server waits, requests in flight, requests."""
@@ -138,13 +139,13 @@ def test_what_the_client_of_vllm_bench_serve_adds(
     print(benchmark.extra_info)
 
 
+@pytest.mark.parametrize("server", ["tiny"], indirect=True)
 @pytest.mark.parametrize("way", ["one request", "one by one", "at once"])
-def test_reads_of_one_thought(benchmark: Any, serve: Any, tiny_model: Path, way: str) -> None:  # noqa: F811 - fixtures
-    engine_url = serve(tiny_model)
+def test_reads_of_one_thought(benchmark: Any, server: Server, way: str) -> None:  # noqa: F811 - the fixture
     question = Question("1", "d", "choice", "A blue cube.", "What colour is it?", ("blue", "red", "green"), 0)
     rng = random.Random(way)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        engine = VllmEngine(engine_url)
+        engine = VllmEngine(server.url)
         setup = runner.run(engine._ready())
         labels = runner.run(setup.finder.find(engine.prompt.kinds["choice"], question))
         opening = runner.run(engine._opening(setup, question, labels))
