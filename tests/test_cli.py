@@ -502,7 +502,9 @@ def test_a_store_that_could_not_be_filled_is_not_left_behind(tmp_path):
 def test_a_serve_arm_other_than_the_policys_is_refused(store, tmp_path):
     calib("optimize", "--arm", "mtp", "--name", "m", "--test-share", 0, "--store", store)
     calib("export", "m", "--out", tmp_path, "--store", store)
-    result = calib("serve", "--engine", "simulated", "--policy", tmp_path / "policy.json", "--arm", "base", code=2)
+    result = calib(
+        "serve", "--engine", "simulated", "--policy", tmp_path / "policy.json", "--arm", "base", "--port", 0, code=2
+    )
     assert "tuned for arm mtp" in result.stderr
 
 
