@@ -13,7 +13,7 @@ from calib.cli import cli
 from calib.engine.base import Answer, EngineInfo
 from calib.errors import CalibError
 from calib.questions import Question
-from calib.recorded import FOLDER, MODEL, Recording, Row, fill, open_recording, write_recorded
+from calib.recorded import FOLDER, MODEL, TARGET, Recording, Row, fill, open_recording, write_recorded
 from calib.resources import find
 from calib.store import Store, load_outcomes
 from tests.reference import load
@@ -180,6 +180,10 @@ def test_the_demo_tunes_on_them_without_a_server(tmp_path: Path) -> None:
     assert rows["tuned, draft"]["p90"] < 2 < rows["default"]["p90"]
     accuracy = [rows[name]["accuracy"] for name in ("System 1 alone", "tuned, base", "tuned, draft", "default")]
     assert accuracy == sorted(accuracy)
+
+
+def test_the_help_names_the_target() -> None:
+    assert f"recorded: {TARGET}]" in " ".join(CliRunner().invoke(cli, ["demo", "--help"]).stdout.split())
 
 
 def test_a_target_that_cannot_be_read_is_refused_before_anything_is_made(tmp_path: Path) -> None:

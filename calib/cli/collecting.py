@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     )
 )
 @click.option("--folder", default="demo", show_default=True, metavar="DIR", help="Where the store and configs go.")
-@click.option("--target", metavar="TARGET", help="Limit to tune for.  [default: p90<10s; recorded: p90<1500ms]")
-@click.option("--recorded", is_flag=True, help="Tune on recorded runs of a small real model instead, in seconds.")
+@click.option("--target", metavar="TARGET", help="Limit to tune for.  [default: p90<10s; recorded: p90<2s]")
+@click.option("--recorded", is_flag=True, help="Tune on recorded runs of a real model instead, in seconds.")
 @json_option
 def demo(folder: str, target: str | None, recorded: bool, as_json: bool) -> None:
     """Run the whole loop on the embedded simulated server, in about a minute.

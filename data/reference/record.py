@@ -273,7 +273,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     infos: dict[str, EngineInfo] = {}
     plan = json.loads(given.plan.read_text())
-    runs = [Run(**document) for document in plan["runs"]]
+    about, runs = plan["about"], [Run(**document) for document in plan["runs"]]
     with ExitStack() as stack:
         queues = {
             name: stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("fork")))
@@ -290,9 +290,11 @@ def main() -> None:
             more, told, infos[run.model] = done.result()
             rows += more
             found.append(told)
-            write_recorded(given.out, questions, rows, found, infos, plan["about"])
+            write_recorded(given.out, questions, rows, found, infos, about)
             sys.stderr.write(json.dumps(told) + "\n")
             sys.stderr.flush()
+    if len(found) < len(runs):
+        raise SystemExit(f"{len(runs) - len(found)} of {len(runs)} runs failed")
 
 
 def _queue(run: Run, *, at_once: bool) -> str:

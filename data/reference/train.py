@@ -3,7 +3,7 @@
     python data/reference/train.py --out DIR
 
 makes ``DIR/main`` and ``DIR/draft``, each with tokeniser and chat template, ready for ``vllm serve``. It takes
-nine minutes on one NVIDIA H200 with 16 processor cores; ``--seconds``, ``--draft-seconds`` and ``--texts`` make it
+ten minutes on one NVIDIA H200 with 16 processor cores; ``--seconds``, ``--draft-seconds`` and ``--texts`` make it
 shorter. Needs PyTorch, tokenizers, transformers and safetensors.
 
 Half of the texts answer at once, the others think first; both start from the same user turn, and only the generation

@@ -386,12 +386,15 @@ def speculation(data: Data) -> Iterator[str]:
         "where drafting pays, with a 95 % bootstrap interval over questions. `pays from`: share of thinking questions "
         "from which the draft arm answers more questions a second than base.\n"
     )
-    rows = []
+    rows: list[list[object]] = []
+    longer: list[float] = []
     for model, load, base, draft in pairs(data):
         one, other = pace(base, load), pace(draft, load)
         ratio, low, high = speedup(base, draft)
         known = [rates(data, model, arm, load, found.rate) for arm, found in (("base", one), ("draft", other))]
         share = break_even(*known)
+        length = run_of(data, model, "draft", load)["acceptance_length"]
+        longer.append(1e3 * (other.token * length - one.token))
         for arm, found, chosen in (("base", one, base), ("draft", other, draft)):
             run = run_of(data, model, arm, load)
             tokens = float(np.mean([row.answer.tokens[-1] for row in chosen]))
@@ -425,9 +428,10 @@ def speculation(data: Data) -> Iterator[str]:
     yield table([*head, "speed", "pays from"], rows, left=3) + "\n"
     yield (
         "Acceptance length is of at most 5 (four drafted tokens). Runs at one request in flight hold few questions, "
-        "and their intervals say so. `ms a step` says what decides: a step with a draft model takes ten milliseconds "
-        "more even for one request, and more under load, whatever the size of the target; where the target's own "
-        "step is as long, it pays. `pays from` rests on System 1's rate, which was measured for four seconds a run.\n"
+        "and their intervals say so. `ms a step` says what decides: drafting makes a step longer by "
+        f"{min(longer):.0f} to {max(longer):.0f} ms, the more the more requests are in flight, and pays where the "
+        "tokens that a step brings in return would have taken longer. `pays from` rests on System 1's rate, which was "
+        "measured for four seconds a run.\n"
     )
 
 
