@@ -58,7 +58,7 @@ class Demand:
     deadlines : tuple of float or "auto"
         Seconds after which a thought is closed that are tried beside none; "auto" takes them from the limits on the
         latency and from the seconds of thinking (`calib.deadline.candidates`), and none of them where the gain could be
-        chance (`calib.spaces.Spaces.worthwhile`).
+        chance, unless no policy leaves as much of the margin without one (`calib.spaces.Spaces.worthwhile`).
     route_by : {"dataset", "kind", "n_options"} or None
         What routes may go by that are looked for beside one policy for all; None looks for none.
     repeats : Repeats or None

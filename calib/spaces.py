@@ -213,7 +213,7 @@ class Spaces:
     left_out : LeftOut or None
         What `worthwhile` left out.
     gain : Gain or None
-        Why `worthwhile` left none out, where something is feasible without: over that, with the same margin.
+        Why `worthwhile` left none out, where some policy leaves the same margin without: the gain over that.
     warnings : list of str
     """
 
@@ -289,10 +289,11 @@ class Spaces:
     def worthwhile(self, found: Optimum, requirements: Mapping[Target, float]) -> Spaces:
         """These spaces, or those without a deadline where none is worth what it takes: a gateway to keep it.
 
-        One is where nothing is feasible without, or where the policy that was found under the requirements gains more
-        in the objective than chance would, on the tune questions, over the best without a deadline. The margin counts
-        as part of what is feasible. The level is not shared out among the deadlines that were tried: the policy without
-        one is the best of as many as well, and where none gains in truth one in a thousand was taken in simulations.
+        One is where nothing is feasible without, or none without leaves as much of the margin (untested then: only the
+        deadline keeps that room), or where the policy that was found under the requirements gains more in the objective
+        than chance would, on the tune questions, over the best without a deadline and with the same margin. The level
+        is not shared out among the deadlines that were tried: the policy without one is the best of as many as well,
+        and where none gains in truth one in a thousand was taken in simulations.
         """
         if self.without_deadline is None or not self._late:
             return self

@@ -417,8 +417,7 @@ def _joined(
     if before is None:
         study.set_user_attr(_QUESTION, question)
         study.set_metric_names(list(objectives))
-    elif before != question:
-        changed = [key for key in question if before.get(key) != question[key]]
+    elif changed := [key for key in question | before if before.get(key) != question.get(key)]:
         raise CalibError(
             f"the study {name!r} asked another question: {', '.join(changed)} differ. Trials of different questions "
             "cannot be compared: give another name, or ask the same again"

@@ -28,7 +28,7 @@ from calib.optimise import Optimum
 from calib.outcomes import ESTIMATED, SIMULATED, Outcomes
 from calib.policy import NEVER, Cost, Decisions, Policy, decide, evaluate_decisions
 from calib.risk import Requirement
-from calib.routing import Offer, Routed, check_routes, taken
+from calib.routing import Offer, Routed, Taken, check_routes, factor_of, taken
 from calib.spaces import LeftOut, Serving, Spaces, Tried, policy_of
 from calib.target import Target
 from calib.why import hurting, why
@@ -93,7 +93,7 @@ class Tuned:
     deadline_gain : Gain or None
         Else what the best policy gains over the best one without a deadline, both with the margin.
     routed : Routed or None
-        What came of looking for routes; None where none were asked for, and where nothing is feasible.
+        What came of looking for routes; None where none were asked for.
     """
 
     demand: Demand
@@ -134,6 +134,19 @@ class Tuned:
     def studied(self) -> Optimum:
         """The optimum in the space of the studies, which have no deadline."""
         return self.best if self.without_deadline is None else self.without_deadline
+
+    @property
+    def deadline_reason(self) -> str | None:
+        """Why a deadline was taken that was left to calib; None where none was.
+
+        ``gain``: beyond chance. Untested: ``feasible``, where no policy meets the targets without one, and ``margin``,
+        where none leaves as much of the margin.
+        """
+        if self.demand.deadlines != "auto" or self.policy is None or self.policy.deadline is None:
+            return None
+        if self.deadline_gain is not None:
+            return "gain"
+        return "feasible" if self.without_deadline is None or self.without_deadline.policy is None else "margin"
 
     @property
     def sustainable(self) -> float | None:
@@ -184,17 +197,8 @@ class Tuned:
 
     def _routes(self, routed: Routed) -> dict[str, Any]:
         """What routes change: the best one policy for all, and the difference to it on the reported questions."""
-        without, compared = routed.without, self.comparisons.get(ONE_FOR_ALL)
-        return {
-            "by": routed.by,
-            "tried": routed.tried,
-            "taken": self.policy is not None and bool(self.policy.routes),
-            "gain": finite(routed.gain),
-            "without": None
-            if without is None
-            else {"objective": finite(without.objective), "policy": policy_of(without).to_dict()},
-            "difference": None if compared is None else compared.to_dict(),
-        }
+        compared = self.comparisons.get(ONE_FOR_ALL)
+        return routed.to_dict() | {"difference": None if compared is None else compared.to_dict()}
 
     def _deadline(self, without: Optimum) -> dict[str, Any]:
         """What a deadline changes: the deadlines that were tried, the optimum without one, and what is closed."""
@@ -219,6 +223,7 @@ class Tuned:
             },
             "tune": shares(self.tune),
             "test": shares(self.test),
+            "reason": self.deadline_reason,
             "gain_with_margin": None if self.deadline_gain is None else self.deadline_gain.to_dict(),
             "left_out": None if self.left_out is None else self.left_out.to_dict(),
             "tried": [asdict(one) | {"objective": finite(one.objective)} for one in self.tried],
@@ -352,18 +357,20 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None, ro
         worth = search.worthwhile(found[at], required[at])
         if worth is not search:
             search, found = worth, _found(worth, required)
-    best, plain, tried = search.best, found, 0
+    best, plain, tried, cut_short, several = search.best, found, 0, False, Taken(found)
     if demand.route_by is not None and routes is not None:
         starts = list(dict.fromkeys(policy_of(one) for one in found.values()))
-        offered = [one for one in routes(tuned_on, best, starts, required.get(1.0, {})) if one.routes]
-        tried, found = len(offered), taken(offered, tuned_on, demand, found, required, best)
+        given = routes(tuned_on, best, starts, required.get(1.0, {}))
+        cut_short = given is None
+        offered = [one for one in given or () if one.routes]
+        tried, several = len(offered), taken(offered, tuned_on, demand, found, required, best)
+        found = dict(several.best)
     if not found:
         nearest = serving.nearest(search.nearest())
+        nowhere = None
         if demand.route_by is not None:
-            warnings.append(
-                f"no policy with routes by {demand.route_by} meets the targets either ({tried} tried); the nearest is "
-                "one policy for all"
-            )
+            nowhere = Routed(demand.route_by, tried, best, None, several.refused, cut_short=cut_short)
+            warnings.extend(nowhere.warnings())
         warnings.extend(serving.warnings(None))
         return Tuned(
             *(demand, outcomes, tuned_on, held_out, best, None, nearest, (), math.nan, {}, tuple(warnings)),
@@ -371,6 +378,7 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None, ro
             searched=serving.searched,
             without_deadline=search.without_deadline,
             tried=search.tried,
+            routed=nowhere,
         )
 
     if search.left_out is not None:
@@ -384,9 +392,6 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None, ro
             "More questions need less margin"
         )
     chosen = found[_kept(found)]
-    routed = None
-    if demand.route_by is not None:
-        routed = Routed(demand.route_by, tried, chosen, plain[_kept(plain)] if plain else None)
     margin_cost = abs(found[0.0].objective - chosen.objective) if len(found) > 1 else math.nan
     if demand.cheapest:
         found = {factor: search.cheapest(one, required[factor]) for factor, one in found.items()}
@@ -395,8 +400,20 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None, ro
 
     rng = np.random.default_rng(demand.seed)
     fallback = candidates.index(serving.policy(policy_of(chosen)))
-    beside = {} if routed is None or routed.without is None else {ONE_FOR_ALL: policy_of(routed.without)}
+    beside: dict[Policy, Policy] = {}
+    for policy in candidates if demand.route_by is not None else ():
+        without = plain.get(factor_of(found, plain, policy)) if policy.routes else None
+        if without is not None:
+            beside[policy] = policy_of(without)
     certificate, comparisons = judged(outcomes, demand, candidates, tuned_on, held_out, ledger, rng, fallback, beside)
+    routed = None
+    if demand.route_by is not None:
+        factor, routes_of = factor_of(found, plain, certificate.policy), policy_of(chosen).routes
+        routed = Routed(
+            *(demand.route_by, tried, found[factor], plain.get(factor), several.refused, several.left_out),
+            policy_of(chosen) if routes_of and not certificate.policy.routes else None,
+            cut_short,
+        )
     return Tuned(
         demand,
         outcomes,
@@ -412,7 +429,7 @@ def tune(outcomes: Outcomes, demand: Demand, *, ledger: Ledger | None = None, ro
             *warnings,
             *serving.warnings(certificate.policy),
             *deadline.warnings(tuned_on, certificate.policy),
-            *([] if routed is None else routed.warnings(certificate.policy)),
+            *([] if routed is None else routed.warnings()),
             *_warnings(serving.searched, certificate, comparisons),
         ),
         serving.fitted(certificate.policy),
@@ -434,7 +451,7 @@ def judged(
     ledger: Ledger | None,
     rng: np.random.Generator,
     fallback: int = 0,
-    beside: Mapping[str, Policy] | None = None,
+    beside: Mapping[Policy, Policy] | None = None,
 ) -> tuple[Certificate, dict[str, Comparison]]:
     """The verdict on candidates, and the returned one beside each baseline; one look at the test side, if there is one.
 
@@ -451,8 +468,8 @@ def judged(
         Of the bootstrap.
     fallback : int, default 0
         The candidate that is returned when none is certified.
-    beside : mapping of str to Policy, optional
-        What the returned one is compared with besides, if it has routes.
+    beside : mapping of Policy to Policy, optional
+        What a candidate is compared with besides, if it is returned: the best one policy for all (`ONE_FOR_ALL`).
     """
     look = 1
     if test is not None and ledger is not None:
@@ -470,7 +487,8 @@ def judged(
         fallback=fallback,
     )
     reported = tuned_on if test is None else test
-    others = dict(beside or {}) if certificate.policy.routes else {}
+    alone = (beside or {}).get(certificate.policy)
+    others = {} if alone is None else {ONE_FOR_ALL: alone}
     rivals = {name: decide(reported, policy) for name, policy in (demand.baselines(outcomes) | others).items()}
     ours = decide(reported, certificate.policy)
     compared = intervals.compare(reported, ours, rivals, rng=rng, level=demand.level, resamples=demand.resamples)
@@ -546,9 +564,12 @@ def _warnings(tuned_on: Outcomes, certificate: Certificate, comparisons: Mapping
     alike = [name for name, c in comparisons.items() if not c.distinguishable]
     if alike:
         found.append(f"accuracy cannot be told apart from {', '.join(alike)} on {certificate.n} questions")
-    if any(part.threshold > NEVER for part, _ in policy.parts(tuned_on)):
+    thinking = np.zeros(tuned_on.n, dtype=bool)  # whatever its route goes by
+    for part, mask in policy.parts(tuned_on):
+        thinking |= mask & (part.threshold > NEVER)
+    if thinking.any():
         for row in hurting(why(tuned_on, policy.think_budget, policy.arm, policy.mix)):
-            if row.proven and policy.routed(dataset=row.dataset).threshold > NEVER:
+            if row.proven and thinking[tuned_on.dataset == row.dataset].any():
                 found.append(
                     f"thinking hurts on {row.dataset!r}: {row.lost} right answers lost, {row.gained} won on {row.n} "
                     "questions; send thinking: off there (calib why)"

@@ -9,12 +9,14 @@ import sqlite3
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from calib import tuning
 from calib.cli import cli
 from calib.engine.simulated import load_profile
 from calib.policyfile import load_policy_file
@@ -387,7 +389,26 @@ def test_an_interrupted_search_for_routes_leaves_one_policy_for_all(parted, monk
     )
     assert found["policy"]["routes"] == {}
     assert found["routes"]["taken"] is False
+    assert found["routes"]["cut_short"] is True
     assert any("interrupted" in text for text in found["warnings"])
+    assert not any("no policy with routes" in text for text in found["warnings"])
+
+
+def test_a_start_in_an_arm_that_the_study_does_not_look_at_is_left_out(parted, monkeypatch):
+    real, seen = tuning.tune, []
+
+    def tune(*args, routes, **options):
+        def offer(on, exact, starts, requirements):
+            seen.append(starts)
+            return routes(on, exact, [*starts, replace(starts[0], arm="of the margin")], requirements)
+
+        return real(*args, routes=offer, **options)
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    asked = ("optimize", "--target", "p90<12s", "--rate", "0.01/s", "--name", "rated", "--store", parted)
+    found = calib_json(*asked, "--routes", "dataset", "--trials", 5)
+    assert seen[0]
+    assert found["study"]["trials"] == 5
 
 
 def test_export_and_a_policy_that_the_gateway_can_read(store, tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from calib import deadline as module
+from calib import show
 from calib.certify import Terms, check_target, marks_of
 from calib.cli import cli
 from calib.deadline import as_read, budgets_to_collect, candidates, close_in_time, parse_seconds
@@ -631,6 +632,7 @@ def test_auto_asks_of_every_objective_that_its_gain_is_beyond_chance(metric, lim
     assert gain.beyond_noise is taken
     assert found.best.policy == (free.policy if taken else plain.policy)
     assert (found.left_out is None) is taken
+    assert found.deadline_reason == ("gain" if taken else None)
 
 
 def test_auto_takes_a_deadline_where_nothing_is_feasible_without():
@@ -641,6 +643,24 @@ def test_auto_takes_a_deadline_where_nothing_is_feasible_without():
     assert found.policy is not None
     assert found.policy.deadline == 3.8
     assert found.left_out is None
+    assert found.deadline_reason == found.to_dict()["deadline"]["reason"] == "feasible"
+    assert tune(o, demand(*targets, deadlines=(3.8,), margin=False)).deadline_reason is None  # it was asked for
+
+
+def test_auto_takes_a_deadline_untested_where_no_policy_leaves_the_margin_without(capsys):
+    o = world()
+    plain, found = (tune(o, demand("accuracy>=80%", "p99<5s", deadlines=d)) for d in ((), "auto"))
+    assert plain.best.policy is not None
+    assert any("no policy leaves the whole margin" in text for text in plain.warnings)
+    assert not any("no policy leaves the whole margin" in text for text in found.warnings)
+    assert found.policy.deadline == 4.75
+    assert found.deadline_gain is found.left_out is None
+    document = found.to_dict()
+    assert document["deadline"]["reason"] == "margin"
+    show.tuned(found, document, "calib.db")
+    assert (
+        "without a deadline no policy leaves as much of the margin: what one gains was not" in capsys.readouterr().out
+    )
 
 
 def test_no_deadline_wins_where_none_helps():

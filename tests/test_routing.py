@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from calib import tuning
 from calib.errors import CalibError
+from calib.fitness import Repeats
 from calib.intervals import compare
 from calib.optimise import optimum
 from calib.outcomes import Outcomes
@@ -137,14 +139,14 @@ def test_each_share_of_the_margin_has_its_own_best():
     exact = optimum(o, parse_targets("think_rate<=0%"))
     required = {0.0: {}, 0.5: {target: late}, 1.0: {target: some}, 2.0: {target: 0.0}}
     found = taken([half, all_], o, demand("p90<5s"), {0.0: exact, 2.0: exact}, required, exact)
-    assert {factor: one.policy for factor, one in found.items()} == {
+    assert {factor: one.policy for factor, one in found.best.items()} == {
         0.0: all_,
         0.5: all_,
         1.0: half,
         2.0: exact.policy,
     }
-    assert found[0.5].objective == evaluate(o, all_).accuracy
-    assert taken([half, all_], o, demand("p90<500ms"), {}, required, exact) == {}  # the target itself is broken
+    assert found.best[0.5].objective == evaluate(o, all_).accuracy
+    assert taken([half, all_], o, demand("p90<500ms"), {}, required, exact).best == {}  # the target itself is broken
 
 
 def test_routes_may_be_the_only_way_to_keep_the_targets():
@@ -155,7 +157,18 @@ def test_routes_may_be_the_only_way_to_keep_the_targets():
     nothing = tune(o, demand(*targets), routes=Offers())
     assert nothing.policy is None
     assert nothing.nearest is not None
-    assert "routes" not in told(nothing)
+    assert told(nothing)["routes"] == {
+        "by": "dataset",
+        "tried": 0,
+        "refused": 0,
+        "cut_short": False,
+        "taken": False,
+        **dict.fromkeys(("gain", "without", "left_out", "passed_over", "difference")),
+    }
+    cut = tune(o, demand(*targets), routes=lambda *_: None)
+    assert told(cut)["routes"]["cut_short"]
+    assert any("was cut short" in text for text in cut.warnings)
+    assert not any("meets the targets either" in text for text in cut.warnings)
     assert any("routes by dataset meets the targets either (0 tried)" in text for text in nothing.warnings)
     found = tune(o, demand(*targets), routes=Offers(routed()))
     assert found.policy == routed()
@@ -164,6 +177,94 @@ def test_routes_may_be_the_only_way_to_keep_the_targets():
     assert document["routes"]["gain"] is None
     assert document["prices"] == []
     assert math.isnan(found.best.objective)
+
+
+def idle(seed: int, n: int = 400) -> Outcomes:
+    """The same on both datasets: no route gains but by luck."""
+    second = np.random.default_rng(seed + 500).random(n) < 0.8
+    o = asked(n, seed)
+    right = np.where(second, o.answer, 1 - o.answer)
+    return replace(o, p2=np.where(np.arange(2) == right[:, None], 0.97, 0.03)[:, None])
+
+
+def many(_outcomes: Outcomes, _exact: object, starts: tuple[Policy, ...], _requirements: object) -> list[Policy]:
+    """Policies with a threshold of their own for each dataset, by chance."""
+    drawn = np.random.default_rng(0).uniform(0.4, 1.05, (100, 2)).tolist()
+    return [
+        replace(base, routes={"dataset=hurt": Route(one), "dataset=help": Route(other)})
+        for base in starts
+        for one, other in drawn
+    ]
+
+
+def test_the_luckiest_of_many_routes_are_left_out_and_told():
+    left = 0
+    for seed in range(8):
+        o = idle(seed)
+        found, plain = tune(o, demand("p90<5s"), routes=many), tune(o, demand("p90<5s", route_by=None))
+        assert found.policy == plain.policy
+        said = told(found)["routes"]
+        assert (said["taken"], said["gain"], said["difference"]) == (False, 0, None)
+        if said["left_out"] is None:
+            continue
+        left += 1
+        out = found.routed.left_out
+        assert out.gain.value > 0
+        assert not out.gain.beyond_noise
+        assert Policy.from_dict(said["left_out"]["policy"]) == out.policy
+        (text,) = [text for text in found.warnings if "routes by dataset were left out" in text]
+        assert f"{out.gain}, could be chance (the best of {said['tried']} tried)" in text
+        assert not any("does better than one policy for all" in text for text in found.warnings)
+    assert left >= 3
+
+
+def test_a_gate_finer_than_what_p1_repeats_to_is_refused_on_a_route_too():
+    o = asked()
+    repeats = Repeats(np.sort(o.p1.max(1)), {"base": 0.05})
+    fine, whole = routed(hurt=Route(0.0), help=Route(0.53)), routed()
+    assert repeats.noisy(0.53, "base")
+    exact = optimum(o, parse_targets("think_rate<=0%"))
+    asks = demand(repeats=repeats)
+    refused = taken([fine], o, asks, {0.0: exact}, {0.0: {}}, exact)
+    assert (refused.best, refused.refused, refused.left_out) == ({0.0: exact}, 1, None)
+    assert taken([fine], o, demand(), {}, {0.0: {}}, exact).best[0.0].policy == fine
+    kept = taken([fine, whole], o, asks, {0.0: exact}, {0.0: {}}, exact)
+    assert (kept.best[0.0].policy, kept.refused) == (whole, 1)
+    found = tune(o, asks, routes=Offers(fine))
+    assert told(found)["routes"]["refused"] == 1
+    assert any("1 of 1 policies with routes by dataset were refused" in text for text in found.warnings)
+
+
+def test_what_is_said_is_about_the_candidate_that_is_returned(monkeypatch):
+    o = asked(t2=np.where(np.arange(600) % 40 == 1, 9.0, 1.0)[None, :, None])
+    kept = tune(o, demand("p90<5s"), routes=Offers(routed()))
+    assert kept.policy == routed()
+    certify = tuning.certify.certify
+
+    def without_routes(candidates, *args, **options):
+        """As if those with routes had failed the test."""
+        return certify([one for one in candidates if not one.routes], *args, **{**options, "fallback": 0})
+
+    monkeypatch.setattr("calib.tuning.certify.certify", without_routes)
+    found = tune(o, demand("p90<5s"), routes=Offers(routed()))
+    assert found.policy is not None
+    assert not found.policy.routes
+    said = told(found)["routes"]
+    assert (said["taken"], said["gain"], said["difference"]) == (False, 0, None)
+    assert said["without"]["policy"] == told(found)["policy"]
+    assert Policy.from_dict(said["passed_over"]) == routed()
+    assert any("the candidate that passed the test has none" in text for text in found.warnings)
+    assert not any("does better than one policy for all" in text for text in found.warnings)
+
+
+def test_thinking_hurts_is_said_where_a_route_by_another_key_thinks():
+    o = asked(kind=np.where(np.arange(600) % 4 < 2, "choice", "noun"))
+    for route, said in ((Route(1.1), True), (Route(0.0), False)):
+        routes = {"kind=choice": route, "kind=noun": Route(0.0)}
+        policy = Policy(1.1, 1.0, 2048, routes=routes)
+        certificate = tune(o, demand(route_by="kind"), routes=Offers()).certificate
+        texts = tuning._warnings(o, replace(certificate, policy=policy), {})
+        assert any("thinking hurts on 'hurt'" in text for text in texts) is said
 
 
 def test_minimising_goes_down():

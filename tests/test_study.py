@@ -225,6 +225,21 @@ def test_trials_of_different_questions_never_mix(storage, change, named):
         run_study(**(asked | change), trials=2)
 
 
+def test_a_study_from_before_a_key_was_known_goes_on(storage):
+    asked = {"outcomes": sample(), "targets": parse_targets("p90<2.5s"), "name": "old", "storage": storage}
+    run_study(**asked, trials=2)
+    old = optuna.load_study(study_name="old", storage=storage)
+    question = old.user_attrs["question"]
+    assert question["routes"] is question["room"] is None
+    old.set_user_attr("question", {key: question[key] for key in question if key not in ("routes", "room")})
+    assert run_study(**asked, trials=2).trials == 4
+    with pytest.raises(CalibError, match="another question: routes differ"):
+        run_study(**asked, trials=2, route_by="dataset")
+    old.set_user_attr("question", question | {"later": 1})
+    with pytest.raises(CalibError, match="another question: later differ"):
+        run_study(**asked, trials=2)
+
+
 def test_a_study_that_calib_did_not_make_is_left_alone(storage):
     optuna.create_study(study_name="strange", storage=storage).optimize(lambda t: t.suggest_float("x", 0, 1), 1)
     with pytest.raises(CalibError, match="calib did not make"):

@@ -270,13 +270,14 @@ def optimize(
     OP       < <= > >=, or : for the natural side
     \b
     DEADLINE is tried beside none; the better one wins, of equals the cheaper one; auto takes one only where
-             its gain is beyond chance, or nothing is feasible without. A thought that would end later is
-             closed in time and counts as at the largest collected budget that ends by then, or System 1
-             answers: whichever is better. Only the gateway keeps it (calib serve)
+             its gain is beyond chance, or no policy meets the targets or leaves the whole margin without
+             one. A thought that would end later is closed in time and counts as at the largest collected
+             budget that ends by then, or System 1 answers: whichever is better. Only the gateway keeps it
+             (calib serve)
     \b
-    ROUTES   the study per_dataset, on the tune questions, looks for exceptions from one policy for all; where it
-             finds a better policy, that one is saved and tested. Only the gateway takes routes (calib serve),
-             and those by dataset only from clients that send it
+    ROUTES   the study per_dataset, on the tune questions, looks for exceptions from one policy for all; where one
+             gains beyond chance, or only routes leave as much of the margin, it is tested and saved. Only the
+             gateway takes routes (calib serve), and those by dataset only from clients that send it
     \b
     STUDY    policy (one for all), pareto (accuracy against p90), per_dataset (a route each),
              truncation (what to do with a cut thought), or a file of your own (see studies/)
@@ -331,11 +332,13 @@ def optimize(
 
         def run(
             on: Outcomes, exact: Optimum, starts: Sequence[Policy], requirements: Mapping[Target, float] | None = None
-        ) -> Sequence[Policy]:
-            """Run the study on these questions; its policies, none of one that was interrupted."""
+        ) -> Sequence[Policy] | None:
+            """Run the study on these questions; its policies, None of one that was interrupted."""
             among = demand.arms
             if demand.rate is not None and exact.policy is not None:
                 among = [exact.policy.arm]  # each arm sustains another number of tokens
+            # with the margin another arm may be the best one
+            within = [policy for policy in starts if policy.arm in (among or on.arms)]
             try:
                 result = run_study(
                     on,
@@ -356,12 +359,12 @@ def optimize(
                     exact=exact,
                     route_by=demand.route_by,
                     requirements=requirements,
-                    warm_start=starts if warm_start else [],
+                    warm_start=within if warm_start else [],
                     progress=None if as_json else lambda done, total, _best: line("study", done, total),
                 )
             except KeyboardInterrupt:
                 interrupted.append("the study was interrupted: its trials are in the storage")
-                return []
+                return None
             looked.append(result)
             return [attempt.policy for attempt in result.attempts]
 

@@ -227,14 +227,13 @@ def _routes(found: Tuned) -> None:
     from calib.tuning import ONE_FOR_ALL
 
     routed = found.routed
-    if routed is None or found.policy is None or not found.policy.routes or routed.without is None:
+    if routed is None or found.policy is None or not found.policy.routes:
         return
     unit = Target(routed.best.metric, "<", 0.0)
-    better = "better" if routed.gain >= 0 else "worse"
-    say(
-        f"with routes by {routed.by}: {in_unit(unit, routed.best.objective)} there, {apart(unit, abs(routed.gain))} "
-        f"{better} than one policy for all ({routed.tried} tried)"
-    )
+    better = "no one policy for all leaves as much room below the limits"
+    if routed.without is not None:
+        better = f"{apart(unit, routed.gain)} better than one policy for all with the same margin"
+    say(f"with routes by {routed.by}: {in_unit(unit, routed.best.objective)} there; {better} ({routed.tried} tried)")
     compared = found.comparisons.get(ONE_FOR_ALL)
     if compared is not None:
         on = "held-out" if found.test is not None else "tune"
@@ -260,6 +259,8 @@ def _deadline(found: Tuned, document: Mapping[str, Any]) -> None:
         say(f"without a deadline: {in_unit(metric, without.objective)}, {gain} worse (tried: {tried})")
     if late and found.deadline_gain is not None:
         say(f"with the margin a deadline gains {found.deadline_gain}")
+    if found.deadline_reason == "margin":
+        say("without a deadline no policy leaves as much of the margin: what one gains was not tested")
     shares = document["deadline"]["test"] or document["deadline"]["tune"]
     if shares is not None:
         say(_closed(shares))
