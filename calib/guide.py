@@ -120,7 +120,8 @@ def _typing(content: Mapping[str, Any], policy: Policy, files: Sequence[str]) ->
     yield ""
     yield "```sh"
     lines = {
-        "calib serve --policy policy.json --upstream SERVER": "the gateway: holds every knob",
+        "calib serve --policy policy.json --upstream SERVER": "the gateway: holds every knob; with the "
+        "--prompt-template and --sampling that calib collect had, if any",
         f"calib export {name} --check GATEWAY": "is it live, knob by knob",
         f"calib verify policy.json --arm {arm}=GATEWAY": "predicted beside measured, on held-out questions",
         "calib watch LOG --policy policy.json": "is the promise kept; LOG of calib serve --log",

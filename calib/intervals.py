@@ -195,7 +195,9 @@ class Comparison:
         if self.gained == self.lost == 0:
             return f"the same right answers as {self.name} on {self.n} questions: they cannot be told apart"
         if not self.distinguishable:
-            return f"{points} against {self.name}: they cannot be told apart on {self.n} questions"
+            apart = self.low > 0 or self.high < 0  # then the exact test is what says no
+            test = f" (exact test p = {self.p_value:.2g})" if apart and self.p_value is not None else ""
+            return f"{points} against {self.name}: they cannot be told apart on {self.n} questions{test}"
         return f"{points} against {self.name}: {'better' if self.difference > 0 else 'worse'} at {self.level:.0%}"
 
     def to_dict(self) -> dict[str, Any]:

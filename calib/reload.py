@@ -121,7 +121,8 @@ def check_model(file: PolicyFile, info: EngineInfo, *, allow_other: bool = False
     if allow_other:
         return f"{other}: what the file promises is not known to hold"
     hint = (
-        "the same name: its prompt template, sampling, seed or temperatures differ. Give those of the collection"
+        "the same name: its prompt template, sampling, seed or temperatures differ. Give those of the collection "
+        "(--prompt-template, --sampling, --seed, as calib collect had them)"
         if name == info.model
         else "another model. Name the server of that model"
     )

@@ -636,6 +636,9 @@ def _helped(difference: Mapping[str, Any], faster: float | None) -> str:
             else f"No: {gain:+.1f} points of accuracy"
         )
     if speed and faster is not None and faster > 1:
+        high = (difference.get("interval") or (None, None))[1]
+        if gain < 0 and high is not None and high < 0:  # the exact test alone is undecided
+            return f"It is faster: {speed}; accuracy may be worse, {gain:+.1f} points on too few questions to tell"
         return f"Yes: {speed}, accuracy cannot be told apart"
     return f"No gain in accuracy can be shown{', ' + speed if speed else ''}"
 

@@ -504,7 +504,8 @@ def test_the_last_run_of_verify_under_this_policy_is_shown(store, open_app):
     text = said(app)
     assert "Predicted beside measured" in [header.value for header in app.subheader]
     assert (
-        ":red-badge[missed] 2026-02-03 04:05 UTC, 142 held-out questions at http://127.0.0.1:8080, 2 requests/s" in text
+        ":red-badge[missed] 2026-02-03 04:05 UTC, 142 held-out questions, 2 requests/s, at `http://127.0.0.1:8080`"
+        in text
     )
     assert "not certified: p90<10s is missed" in text
     assert "The last of 2 runs of calib verify under this policy." in text

@@ -85,8 +85,8 @@ def _verified(now: shell.Bench) -> None:
     st.subheader("Predicted beside measured", anchor=False)
     colour = {"kept": "green", "missed": "red"}.get(found["verdict"], "blue")
     load = f"{run.rate:g} requests/s" if run.rate is not None else f"{run.concurrency} requests in flight"
-    where = shell.plain(f"{run.at[:16].replace('T', ' ')} UTC, {found['n']:,} held-out questions at {run.url}, {load}")
-    st.markdown(f":{colour}-badge[{found['verdict'].replace('_', ' ')}] {where}")
+    where = shell.plain(f"{run.at[:16].replace('T', ' ')} UTC, {found['n']:,} held-out questions, {load}, at")
+    st.markdown(f":{colour}-badge[{found['verdict'].replace('_', ' ')}] {where} `{run.url}`")
     names = ("metric", "predicted [interval]", "measured [interval]", "verdict")
     rows = [dict(zip(names, verification_cells(line), strict=True)) for line in found["lines"]]
     st.dataframe(rows, hide_index=True)

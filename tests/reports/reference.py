@@ -229,14 +229,15 @@ def in_short(data: Data) -> str:
     limit = intervals.compare(
         held_out, known[f"tuned, {LIMIT}"], {"default": known["default"]}, rng=np.random.default_rng(0), level=LEVEL
     )["default"]
-    finished = o.finished[:, -1]
-    cut = [metrics.accuracy(p[~finished], o.answer[~finished]) for p in (o.p1, o.p2[:, -1])]
+    told = o.take(np.flatnonzero(o.dataset != "intent"))
+    finished = told.finished[:, -1]
+    cut = [metrics.accuracy(p[~finished], told.answer[~finished]) for p in (told.p1, told.p2[:, -1])]
     said = [found[name].sentence for name in ("System 1", "always think", "default")]
     lines = [
         f"- Held out, without a limit, the tuned policy: {'; '.join(said)}.",
         f"- Inside {LIMIT}, which the default misses: {limit.sentence}. That is what the limit costs on this arm.",
         f"- Thoughts that the largest budget cuts are right in {percent(cut[1])}, where System 1 is in "
-        f"{percent(cut[0])}.",
+        f"{percent(cut[0])} (all tasks but `intent`).",
         f"- {effect_of_thinking(o)}",
         f"- {where_it_pays(data)}",
         f"- {how_far_apart(data)}",
@@ -320,9 +321,9 @@ def agreement(data: Data) -> Iterator[str]:
     yield "## Do the runs agree\n"
     yield (
         f"Every run beside main, base at {LOAD} in flight, on the same questions: the largest difference of a p1 for "
-        "99 % of the questions, shares of equal answers, and the accuracy of System 2 (that of the other run). "
-        "Thoughts are sampled; under speculation they are other ones, and where System 2 is at chance another thought "
-        "is another answer. Large should answer as main does, up to the rounding of bfloat16.\n"
+        "99 % of the questions and for all, shares of equal answers, and the accuracy of System 2 (that of the other "
+        "run). Thoughts are sampled; under speculation they are other ones, and where System 2 is at chance another "
+        "thought is another answer. Large should answer as main does, up to the rounding of bfloat16.\n"
     )
     reference, rows = data.of("main", "base", LOAD), []
     for run in data.recording.runs:
@@ -338,8 +339,28 @@ def agreement(data: Data) -> Iterator[str]:
         ours, theirs = np.mean(right, axis=0)
         far = float(np.quantile(off, 0.99))
         accuracy = f"{percent(ours)} ({percent(theirs)})"
-        rows.append([*key, len(both), f"{far:.3f}", percent(np.mean(same1)), percent(np.mean(same2)), accuracy])
-    head = ["model", "arm", "in flight", "n", "p1 within", "same System 1", "same System 2", "System 2 right"]
+        rows.append(
+            [
+                *key,
+                len(both),
+                f"{far:.3f}",
+                f"{off.max():.3f}",
+                percent(np.mean(same1)),
+                percent(np.mean(same2)),
+                accuracy,
+            ]
+        )
+    head = [
+        "model",
+        "arm",
+        "in flight",
+        "n",
+        "p1 within",
+        "at most",
+        "same System 1",
+        "same System 2",
+        "System 2 right",
+    ]
     yield table(head, rows, left=2) + "\n"
 
 
@@ -442,7 +463,8 @@ def choice_of_arm(data: Data) -> Iterator[str]:
         "The limit is half of the p90 that the server's default has in the base arm at that load. `best in` each arm: "
         "held-out accuracy of the exact optimum on the tune questions, inside the limit; `tuning takes`: the better of "
         "both on the tune questions. `difference`: draft less base, held out, paired, in points. Only questions that "
-        "both arms were timed on.\n"
+        "both arms were timed on. Main at 128 rests on System 1, which the base arm answered slower "
+        "there than at 64 and the draft arm did not; thoughts are as fast in both.\n"
     )
     rows = []
     for model, load, base, _ in pairs(data):
@@ -609,9 +631,9 @@ def runs(data: Data) -> Iterator[str]:
         f"Python {about['versions']['python']}; {about['date']}. Flags: `{' '.join(about['flags'])}`; temperature "
         f"{about['sampling']['temperature']}. Model `large`: {about['large']}. Prompts and thoughts of a run are not "
         "cached from an earlier one (a cache salt each), and compilation and warm-up are no part of it. Chats are "
-        "rendered and tokenised by the server, within the seconds, as for the gateway. `CPU`: processor seconds over "
-        "wall seconds of the busiest client process; `lag`: of its event loop, p99. The client is not what was "
-        "measured.\n"
+        "rendered and tokenised by the server, within the seconds, as for the gateway. `questions/s`: while the "
+        "load was full, without the last ones that ran out. `CPU`: processor seconds over wall seconds of the busiest "
+        "client process; `lag`: of its event loop, p99. The client is not what was measured.\n"
     )
     rows = []
     for run in data.recording.runs:
@@ -673,10 +695,10 @@ def fronts(data: Data, model: str) -> go.Figure:
     drawn, styles = [], {}
     loads = sorted({load for _, _, load in data.outcomes})
     for load in loads:
-        for arm, dash in (("base", "solid"), ("draft", "dash")):
+        for arm, dash, symbol in (("base", "solid", "circle"), ("draft", "dash", "diamond-open")):
             name = f"{arm}, {load} in flight"
             drawn.append(Curves(replace(data.outcomes[model, arm, load], arms=(name,))).frontier())
-            styles[name] = Style(COLOURS[loads.index(load)], dash=dash)
+            styles[name] = Style(COLOURS[loads.index(load)], dash=dash, symbol=symbol)
     return frontier(drawn, styles=styles)
 
 
@@ -710,7 +732,7 @@ def share_figure(data: Data) -> go.Figure:
         figure.add_scatter(x=share, y=two[1] / two[0], mode="lines", name=f"{model}, {load} in flight", line=line)
     figure.add_hline(y=1, line={"color": "#888", "width": 1})
     figure.update_layout(
-        xaxis=axis("Share of the questions that think (%)", theme="light", tickformat=".0%"),
+        xaxis=axis("Share of the questions that think (%)", theme="light", tickformat=".0%", dtick=0.2),
         yaxis=axis("Questions/s, draft over base", theme="light"),
     )
     return settle(figure, plot=340)
