@@ -19,8 +19,9 @@ Where it stops being true. With fewer in flight than at the lowest load its seco
 server does no more work than there, which is a guess: `Flight.saturated` says how long it counted. Near the capacity
 latency hangs on small errors, since speed falls as 1 - rate / capacity. The two kinds are not added, because one
 collection cannot tell what a token costs beside a prompt: where both weigh, the server is slower than predicted. So it
-is where a gateway is busy itself, whose own seconds were not recorded. It is faster where the collection did more than
-is counted: requests for the label mass alone, or a new thought for each budget.
+is where a gateway is busy itself, whose own seconds were not recorded. It is faster where prompts bind, since the time
+of the collection went to thoughts (`Forecast.prompts_bind`), and where the collection did more than is counted:
+requests for the label mass alone, or a new thought for each budget.
 
 Pure: arrays in, numbers out. Leaves to others: when requests arrive (`calib.arrivals`), what was recorded
 (`calib.store`), the comparison with a measurement (`calib.verify`).
@@ -87,8 +88,8 @@ class Pace:
         """What was done a second for the others, seen from one request, (K, W): nothing with one in flight."""
         return np.asarray(self.work * (1 - 1 / self.concurrency[:, None]))
 
-    def capacity(self, work: ArrayLike) -> float:
-        """Requests a second that took the most work that was recorded, infinite for requests without any.
+    def capacities(self, work: ArrayLike) -> Floats:
+        """Requests a second that took the most work of each kind that was recorded, (W,); infinite without any.
 
         Parameters
         ----------
@@ -96,11 +97,11 @@ class Pace:
             Of each request.
         """
         each = np.asarray(work, dtype=np.float64).mean(axis=0)
-        return float(
-            min(
-                (most / one for most, one in zip(self.work.max(axis=0), each, strict=True) if one > 0), default=math.inf
-            )
-        )
+        return np.asarray(np.divide(self.work.max(axis=0), each, out=np.full(each.shape, math.inf), where=each > 0))
+
+    def capacity(self, work: ArrayLike) -> float:
+        """The least of the capacities: that of the kind that binds."""
+        return float(self.capacities(work).min())
 
 
 def pace(recorded: Sequence[Outcomes], arm: str) -> Pace:
@@ -259,12 +260,16 @@ class Forecast:
         Those at which seconds of some question come from a fitted line.
     capacity : float
         Requests a second that these loads show the server to sustain.
+    prompts_bind : bool
+        Whether it is the prompts that set the capacity, which is then a lower bound: the time of a collection goes to
+        its thoughts, so that it tells how many prompts came beside these and not how many could have.
     """
 
     flight: Flight
     concurrency: tuple[int, ...]
     estimated: tuple[int, ...]
     capacity: float
+    prompts_bind: bool
 
     @property
     def latency(self) -> Floats:
@@ -280,32 +285,55 @@ class Forecast:
         """Plain values for JSON: requests, shares 0 to 1, requests a second (None without a limit)."""
         return {
             "concurrency": list(self.concurrency),
+            "nearest": self.concurrency[self.nearest],
             "estimated": list(self.estimated),
             "in_flight": self.flight.in_flight,
             "most_in_flight": self.flight.most,
             "saturated": self.flight.saturated,
             "capacity": self.capacity if math.isfinite(self.capacity) else None,
+            "lower_bound": self.prompts_bind,
         }
 
     def warnings(self, rate: float) -> list[str]:
         """What one should know before believing it, at a rate in requests a second."""
+        said = self._beyond(rate)
+        if self.estimated:
+            at = ", ".join(map(str, self.estimated))
+            said.append(f"the seconds of some questions at {at} in flight are estimated, and so is what rests on them")
+        return said
+
+    def _beyond(self, rate: float) -> list[str]:
+        """Where the arrivals leave what was recorded, the gravest case alone."""
         lowest, highest, flight = self.concurrency[0], self.concurrency[-1], self.flight
+        bound = (
+            f". The capacity of {self.capacity:.3g} requests/s is a lower bound: prompts bind here, and the time of "
+            "the collection went to thoughts, so that it does not show how many prompts the server can do"
+        )
         if rate > self.capacity:
+            if self.prompts_bind:
+                return [
+                    f"{rate:.3g} requests/s arrive, more than any recorded load shows to be possible: the prediction "
+                    f"is of a server that does no more, whose queue grows as long as they come{bound}"
+                ]
             return [
                 f"overloaded: {rate:.3g} requests/s arrive, and nothing recorded shows that the server does more than "
                 f"{self.capacity:.3g}/s of them: the queue grows as long as they come, and no latency holds for long"
             ]
         if flight.saturated > _WORTH_SAYING:
+            higher = f". Collect at a higher one: calib collect QUESTIONS --concurrency {2 * highest}"
             return [
                 f"for {flight.saturated:.0%} of the time more is asked of the server than at the highest recorded load "
-                f"({highest} in flight): the prediction is a guess there. Collect at a higher one: calib collect "
-                f"QUESTIONS --concurrency {2 * highest}"
+                f"({highest} in flight): the prediction is a guess there"
+                # with fewer in flight than were recorded it is their kind that was not, and more of them tell nothing
+                + (bound if self.prompts_bind else "")
+                + (higher if flight.most >= highest else "")
             ]
         used = rate / self.capacity
         if _NEAR < used < 1:
             return [
                 f"{rate:.3g} requests/s are {used:.0%} of the {self.capacity:.3g}/s that the recorded loads show to be "
                 f"possible: if that is 1 % off, latency is about {used / (1 - used):.0f} % off"
+                + (bound if self.prompts_bind else "")
             ]
         if lowest > 1 and flight.in_flight < lowest:
             return [
@@ -318,13 +346,14 @@ class Forecast:
 def forecast(recorded: Sequence[Outcomes], asked: Sequence[Outcomes], policy: Policy, arrivals: ArrayLike) -> Forecast:
     """Predict the latency of questions that are served under a policy while they arrive at given times.
 
-    A thought that a deadline closes is closed by the seconds of each recorded load; no request is predicted to take
-    longer than the deadline.
+    A thought that a deadline closes is closed by the seconds of each recorded load; no request that thinks is predicted
+    to take longer than the deadline. System 1 alone is not closed by it, and takes what it takes.
 
     Parameters
     ----------
     recorded : sequence of Outcomes
-        All questions, with the seconds of each load, ascending.
+        All questions that were in flight together, with the seconds of each load, ascending: a part of them, or other
+        weights, would not tell how much work the server did.
     asked : sequence of Outcomes
         Of these the ones that arrive, in their order.
     policy : Policy
@@ -340,7 +369,9 @@ def forecast(recorded: Sequence[Outcomes], asked: Sequence[Outcomes], policy: Po
         flight = replace(flight, latency=latency)
     loads = tuple(server.concurrency.tolist())
     guessed = tuple(load for load, o in zip(loads, recorded, strict=True) if o.estimated[a].any())
-    return Forecast(flight, loads, guessed, server.capacity(work))
+    capacities = server.capacities(work)
+    binding = bool(capacities[0] <= capacities.min() and server.work[:, 1].any())
+    return Forecast(flight, loads, guessed, float(capacities.min()), binding)
 
 
 def replay(recorded: Sequence[Outcomes], policy: Policy, ids: Sequence[str], arrivals: ArrayLike) -> Forecast:

@@ -57,6 +57,10 @@ class Verified:
     forecast : Forecast or None
         What the arrivals do to the latency, where seconds of several loads are known; None where those of one load are
         the prediction.
+    tuned : int or None
+        Requests in flight when the seconds were taken that the policy was tuned on, where that is known.
+    note : str
+        Which load was taken, where nobody chose one of several; else empty.
     due : ndarray of shape (N,), or None
         When each question arrived, seconds from the start; None with a fixed number in flight.
     measured : Measured
@@ -83,6 +87,8 @@ class Verified:
     outcomes: Outcomes
     predicted: Decisions
     forecast: Forecast | None
+    tuned: int | None
+    note: str
     due: NDArray[np.float64] | None
     measured: Measured
     lines: tuple[Line, ...]
@@ -116,7 +122,7 @@ class Verified:
 
     def to_dict(self) -> dict[str, Any]:
         """The document of ``calib verify --json``: rates 0 to 1, seconds, None for what is not finite."""
-        policy, o = self.served.policy, self.outcomes
+        policy = self.served.policy
         return {
             "name": self.served.name,
             "verdict": self.verdict,
@@ -131,10 +137,10 @@ class Verified:
                 "rate": self.load.rate,
                 "concurrency": self.load.concurrency,
                 "in_flight": self.in_flight,
-                "tuned_concurrency": int(o.concurrency[o.arm_index(policy.arm)]) or None,
+                "tuned_concurrency": self.tuned,
                 "predicted_from": self._rests_on(),
             },
-            "n": o.n,
+            "n": self.outcomes.n,
             "counts": dict(self.counts),
             "failed": self.failures,
             "interrupted": self.interrupted,
@@ -161,7 +167,7 @@ class Verified:
         """The loads whose seconds are the prediction, and what it says of this one."""
         if self.forecast is None:
             load = int(self.outcomes.concurrency[self.outcomes.arm_index(self.served.policy.arm)])
-            return {"concurrency": [load] if load else [], "in_flight": None}
+            return {"concurrency": [load] if load else [], "nearest": load or None, "in_flight": None}
         return self.forecast.to_dict()
 
     @property
@@ -214,6 +220,8 @@ def warnings_of(found: Verified) -> list[str]:
             f"({', '.join(found.deadline.examples)})"
         )
     said += _another_system1(found)
+    if found.note:
+        said.append(found.note)
     said += _other_load(found)
     left_out = {name: found.counts[name] for name in ("without_text", "other_text") if found.counts[name]}
     if left_out:
@@ -274,16 +282,16 @@ def served_otherwise(served: Served, info: EngineInfo, outcomes: Outcomes, measu
 
 
 def _other_load(found: Verified) -> list[str]:
-    tuned = int(found.outcomes.concurrency[found.outcomes.arm_index(found.served.policy.arm)])
+    taken = int(found.outcomes.concurrency[found.outcomes.arm_index(found.served.policy.arm)])
     if found.forecast is not None and found.load.rate is not None:
         return found.forecast.warnings(found.load.rate)
-    if not tuned:
+    if not taken:
         return ["at which load the stored seconds were taken is not known: compare latency with care"]
     if found.load.rate is not None:
         return [
-            f"the stored seconds were taken with {tuned} requests in flight, these at {found.load}: "
+            f"the stored seconds were taken with {taken} requests in flight, these at {found.load}: "
             f"{found.in_flight:.3g} in flight on average"
         ]
-    if found.load.concurrency != tuned:
-        return [f"the stored seconds were taken with {tuned} requests in flight, these with {found.load.concurrency}"]
+    if found.load.concurrency != taken:
+        return [f"the stored seconds were taken with {taken} requests in flight, these with {found.load.concurrency}"]
     return []

@@ -69,7 +69,7 @@ class Trial:
         Share that was held out; what the saved policy says, else 0.3, when left out.
     predict_at : int or None
         Concurrency of the stored seconds; at a rate all of them together predict (`calib.queueing`), unless given. In
-        a closed loop it is needed where there are several and none is that of the load.
+        a closed loop it is needed where several have the seconds of all questions and none is that of the load.
     datasets : sequence of str or None
         Only these.
     traffic : mapping of str to float or None
@@ -124,8 +124,8 @@ def verify(served: Served, store: Store, trial: Trial, *, progress: Progress | N
         )
     if trial.level is not None and not 0 < trial.level < 1:
         raise CalibError(f"--level must be between 0 and 1, for instance 0.95, got {trial.level}")
-    recorded, load = _stored(served, store, trial)
-    outcomes = recorded[-1]
+    basis = _stored(served, store, trial)
+    load, outcomes = basis.load, basis.asked[-1]
     served = replace(served, imported=Provenance(store.identity(outcomes.fingerprint)).imported)
     held_out, asked, counts = _questions(served, store, trial, outcomes)
     where, rng = _drawn(held_out, asked, trial)
@@ -152,42 +152,95 @@ def verify(served: Served, store: Store, trial: Trial, *, progress: Progress | N
     if not got:
         raise CalibError("nothing was asked: it was stopped before the first answer", exit_code=1)
     interrupted = interrupted or len(got) < len(questions)
-    found = _compare(served, store, trial, info[0], load, recorded, chosen, due, got, counts, seconds, interrupted)
+    found = _compare(served, store, trial, info[0], basis, chosen, due, got, counts, seconds, interrupted)
     store.add_verification(found.row())
     return found
 
 
-def _stored(served: Served, store: Store, trial: Trial) -> tuple[list[Outcomes], Load]:
-    """What the prediction rests on, at one load or at several, ascending, and the load of the run."""
-    model = served.fingerprint
-    known = loads(store, model).get(trial.arm, ()) if model is not None else ()
-    at = trial.predict_at
-    if at is None and trial.load is not None and trial.load.concurrency in known:
-        at = trial.load.concurrency
-    if at is None and trial.load is not None and trial.load.rate is not None:
-        several = _at_loads(store, trial, model, [load for load in known if load > 0])
-        if len(several) > 1:
-            return [_as_traffic(outcomes, trial) for outcomes in several], trial.load
-    try:
-        outcomes = load_outcomes(store, model=model, arms=[trial.arm], concurrency=at)
-    except CalibError as error:
-        if len(known) > 1 and at is None:
-            raise CalibError(
-                f"{store.location}: arm {trial.arm} was timed at the concurrencies {', '.join(map(str, known))}; say "
-                f"which seconds are the prediction: --predict-at {known[-1]}"
-            ) from None
-        raise error from None
-    tuned = int(outcomes.concurrency[outcomes.arm_index(trial.arm)])
-    return [_as_traffic(outcomes, trial)], trial.load or Load(concurrency=tuned or CONCURRENCY)
+@dataclass(frozen=True, eq=False)
+class _Basis:
+    """What a prediction rests on, at one load or at several, ascending.
 
-
-def _at_loads(store: Store, trial: Trial, model: str | None, loads: Sequence[int]) -> list[Outcomes]:
-    """The arm at each load at which the seconds of all questions are known; none of a simulated model.
-
-    A simulated server tells the seconds of one load, however many are in flight.
+    Attributes
+    ----------
+    recorded : tuple of Outcomes
+        All questions that were collected, which were in flight together.
+    asked : tuple of Outcomes
+        Of these the datasets that are asked about, weighted as the traffic.
+    load : Load
+        Of the run.
+    note : str
+        See `Verified`.
     """
-    found = [load_outcomes(store, model=model, arms=[trial.arm], concurrency=load) for load in loads]
-    return [outcomes for outcomes in found if outcomes.has_latency(trial.arm) and not outcomes.simulated]
+
+    recorded: tuple[Outcomes, ...]
+    asked: tuple[Outcomes, ...]
+    load: Load
+    note: str = ""
+
+
+def _stored(served: Served, store: Store, trial: Trial) -> _Basis:
+    model, load, note = served.fingerprint, trial.load, ""
+    known = _known(store, model, trial)
+    at = trial.predict_at
+    if at is None and load is not None and load.concurrency in known:
+        at = load.concurrency
+    if at is None and len(known) > 1:
+        usable = _at_loads(store, trial, model, known)
+        # a simulated server tells the seconds of one load, however many are in flight
+        several = [o for c, o in usable.items() if c > 0 and not o.simulated]
+        if load is not None and load.rate is not None and len(several) > 1:
+            return _Basis(tuple(several), tuple(_as_traffic(o, trial) for o in several), load)
+        at, note = _the_usable(store, trial, known, list(usable))
+    outcomes = load_outcomes(store, model=model, arms=[trial.arm], concurrency=at)
+    taken = int(outcomes.concurrency[outcomes.arm_index(trial.arm)])
+    return _Basis((outcomes,), (_as_traffic(outcomes, trial),), load or Load(concurrency=taken or CONCURRENCY), note)
+
+
+def _known(store: Store, model: str | None, trial: Trial) -> tuple[int, ...]:
+    """Loads at which the arm was timed; refuses to predict at another one."""
+    known = loads(store, model).get(trial.arm, ()) if model is not None else ()
+    if not known:  # a file may not say whose it is; a model or an arm that is not there is refused here
+        model = load_outcomes(store, model=model, arms=[trial.arm], budgets=[], concurrency=0).fingerprint
+        known = loads(store, model or "").get(trial.arm, ())
+    if trial.predict_at is not None and trial.predict_at not in known:
+        there = f"it was timed at {_listed(known)}" if known else "it was timed at none; leave --predict-at out"
+        raise CalibError(f"{store.location}: arm {trial.arm} was not timed at --predict-at {trial.predict_at}: {there}")
+    return known
+
+
+def _listed(known: Sequence[int]) -> str:
+    return ", ".join(str(load) if load else "0 (not known)" for load in known)
+
+
+def _the_usable(store: Store, trial: Trial, known: Sequence[int], usable: Sequence[int]) -> tuple[int, str]:
+    """The only one of several loads at which all seconds are known, and the words that say so."""
+    if len(usable) == 1:
+        return usable[0], (
+            f"of the concurrencies {_listed(known)} the seconds of every question are known at {usable[0]} alone: "
+            "they are the prediction"
+        )
+    where = f"{store.location}: arm {trial.arm} was timed at the concurrencies {_listed(known)}"
+    if not usable:
+        raise CalibError(
+            f"{where}, at none of them on every question; time the rest: calib collect QUESTIONS --concurrency "
+            f"{known[-1] or CONCURRENCY}"
+        )
+    raise CalibError(f"{where}; say which seconds are the prediction: --predict-at {usable[-1]}")
+
+
+def _at_loads(store: Store, trial: Trial, model: str | None, loads: Sequence[int]) -> dict[int, Outcomes]:
+    """The arm at each load at which the seconds of all questions are known."""
+    found = {load: load_outcomes(store, model=model, arms=[trial.arm], concurrency=load) for load in loads}
+    return {load: outcomes for load, outcomes in found.items() if outcomes.has_latency(trial.arm)}
+
+
+def _tuned_at(basis: _Basis) -> int | None:
+    """Requests in flight of the one load that predicts; None where several do: no document says which was tuned."""
+    if len(basis.asked) > 1:
+        return None
+    (outcomes,) = basis.asked
+    return int(outcomes.concurrency[0]) or None
 
 
 def _as_traffic(outcomes: Outcomes, trial: Trial) -> Outcomes:
@@ -398,8 +451,7 @@ def _compare(
     store: Store,
     trial: Trial,
     info: EngineInfo,
-    load: Load,
-    recorded: Sequence[Outcomes],
+    basis: _Basis,
     chosen: Outcomes,
     due: NDArray[np.float64] | None,
     got: Sequence[_Got],
@@ -407,12 +459,13 @@ def _compare(
     seconds: float,
     interrupted: bool,
 ) -> Verified:
-    got, policy, everything = sorted(got, key=lambda one: one.index), served.policy, recorded[-1]
+    got, policy, everything = sorted(got, key=lambda one: one.index), served.policy, basis.asked[-1]
+    load = basis.load
     asked = [one.index for one in got]
     due = None if due is None else due[asked]
     outcomes, flight = chosen.take(asked), None
-    if len(recorded) > 1 and due is not None:
-        flight, each = _forecast(recorded, outcomes, policy, due)
+    if len(basis.recorded) > 1 and due is not None:
+        flight, each = _forecast(basis, outcomes, policy, due)
         outcomes = each[flight.nearest]
     measured, prediction = _measured(got, outcomes), decide(outcomes, policy)
     if flight is not None:
@@ -451,6 +504,8 @@ def _compare(
         outcomes=outcomes,
         predicted=prediction,
         forecast=flight,
+        tuned=_tuned_at(basis),
+        note=basis.note,
         due=due,
         measured=measured,
         lines=comparison.lines(outcomes, prediction, decisions, rng=rng, level=level, resamples=trial.resamples),
@@ -469,14 +524,14 @@ def _compare(
 
 
 def _forecast(
-    recorded: Sequence[Outcomes], outcomes: Outcomes, policy: Policy, due: NDArray[np.float64]
+    basis: _Basis, outcomes: Outcomes, policy: Policy, due: NDArray[np.float64]
 ) -> tuple[Forecast, list[Outcomes]]:
     """What these arrivals do to the questions that were asked, and these at each recorded load."""
     each = []
-    for everything in recorded:  # answers are shared between loads, and so are the questions
-        place = {_key(everything, i): i for i in range(everything.n)}
-        each.append(everything.take([place[_key(outcomes, i)] for i in range(outcomes.n)]))
-    return forecast(recorded, each, policy, due), each
+    for there in basis.asked:  # answers are shared between loads, and so are the questions
+        place = {_key(there, i): i for i in range(there.n)}
+        each.append(there.take([place[_key(outcomes, i)] for i in range(outcomes.n)]))
+    return forecast(basis.recorded, each, policy, due), each
 
 
 def _shown(trial: Trial) -> str:

@@ -256,23 +256,29 @@ def test_a_forecast_says_what_it_rests_on():
     assert found.capacity == pytest.approx(64 * 2.5 / 2.6 / 2)
     assert found.to_dict() == {
         "concurrency": [1, 8, 64],
+        "nearest": 1,
         "estimated": [8],
         "in_flight": pytest.approx(found.latency.sum() / 2900.1),
         "most_in_flight": 1,
         "saturated": 0.0,
         "capacity": pytest.approx(30.77, abs=0.01),
+        "lower_bound": True,  # 25 tokens a request would let 49 through
     }
-    assert found.warnings(0.01) == []
-    (said,) = found.warnings(31.0)
-    assert said.startswith("overloaded: 31 requests/s arrive, and nothing recorded shows")
-    assert "more than 30.8/s" in said
+    (guessed,) = found.warnings(0.01)
+    assert guessed == "the seconds of some questions at 8 in flight are estimated, and so is what rests on them"
+    assert replace(found, estimated=()).warnings(0.01) == []
     # 27.7 of 30.77 requests/s leave a tenth of the server: 1 % of all of it is 9 % of the rest
-    assert found.warnings(0.7 * found.capacity) == []
-    (said,) = found.warnings(0.9 * found.capacity)
-    assert said == (
+    assert found.warnings(0.7 * found.capacity) == [guessed]
+    near, last = found.warnings(0.9 * found.capacity)
+    assert last == guessed
+    assert near.startswith(
         "27.7 requests/s are 90% of the 30.8/s that the recorded loads show to be possible: if that is 1 % off, "
-        "latency is about 9 % off"
+        "latency is about 9 % off. The capacity of 30.8 requests/s is a lower bound: prompts bind here"
     )
+    said = found.warnings(31.0)[0]
+    assert said.startswith("31 requests/s arrive, more than any recorded load shows to be possible")
+    assert "lower bound" in said
+    assert "overloaded" not in said
     busy = forecast(recorded, asked, POLICY, np.arange(30) / 20.0)
     assert busy.nearest == 1
     assert (busy.latency >= found.latency).all()
@@ -310,6 +316,34 @@ def test_no_request_is_predicted_to_outlast_its_deadline():
     ],
 )
 def test_what_is_beyond_the_recorded_loads_is_said(flight, said):
-    (warning,) = Forecast(flight, (8, 32), (), math.inf).warnings(100.0)
+    found = Forecast(flight, (8, 32), (), math.inf, prompts_bind=False)
+    (warning,) = found.warnings(100.0)
     assert warning.startswith(said)
-    assert Forecast(flight, (8, 32), (), math.inf).to_dict()["capacity"] is None
+    assert found.to_dict()["capacity"] is None
+
+
+@pytest.mark.parametrize(("most", "higher"), [(31, False), (32, True), (40, True)])
+@pytest.mark.parametrize("prompts_bind", [False, True])
+def test_a_higher_load_is_asked_for_only_where_as_many_were_in_flight(most, higher, prompts_bind):
+    found = Forecast(Flight(np.ones(1), 9.0, most, 0.2), (8, 32), (), 500.0, prompts_bind)
+    (warning,) = found.warnings(100.0)
+    assert ("calib collect QUESTIONS --concurrency 64" in warning) == higher
+    assert ("The capacity of 500 requests/s is a lower bound" in warning) == prompts_bind
+
+
+@pytest.mark.parametrize(("threshold", "budget", "prompts_bind"), [(0.7, 50, True), (0.7, 100, False), (0.0, 50, True)])
+def test_which_kind_of_work_sets_the_capacity(threshold, budget, prompts_bind):
+    # each question of the collection is 2.5 prompts and 50 tokens; of the policy 2 prompts and 25 or 50 tokens, or 1
+    recorded = [collected(1, 1.0), collected(8, 1.5)]
+    policy = replace(POLICY, threshold=threshold, think_budget=budget)
+    found = forecast(recorded, recorded, policy, np.arange(40) * 10.0)
+    assert found.prompts_bind == found.to_dict()["lower_bound"] == prompts_bind
+    said = found.warnings(2 * found.capacity)[0]
+    assert said.startswith("overloaded: ") == (not prompts_bind)
+
+
+def test_a_collection_that_never_thought_shows_how_many_prompts_it_can_do():
+    recorded = [replace(o, can_think=np.zeros(40, dtype=bool)) for o in (collected(1, 1.0), collected(8, 1.5))]
+    found = forecast(recorded, recorded, POLICY, np.arange(40) * 10.0)
+    assert found.capacity == pytest.approx(8 / 0.15)
+    assert not found.prompts_bind

@@ -18,8 +18,8 @@ from calib.engine.prompts import read_prompt
 from calib.engine.vllm import VllmEngine
 from calib.policy import Policy, decide
 from calib.queueing import replay
-from calib.recorded import Row, write_recorded
-from calib.store import load_outcomes
+from calib.recorded import Row, fill, open_recording, write_recorded
+from calib.store import Store, load_outcomes
 from tests.reference import FOLDER, PROMPT, load, questions
 from tests.vllm_like import VllmLike
 
@@ -84,6 +84,8 @@ def test_from_a_recording_to_a_document(tmp_path):
         assert list(one["verify"]) == list(shipped["verified"][0]["verify"])
         assert one["verify"]["failed"] == {}
         assert one["verify"]["load"]["predicted_from"]["concurrency"] == list(LOADS)
+        assert one["verify"]["load"]["predicted_from"]["nearest"] == one["load"]
+        assert one["verify"]["load"]["tuned_concurrency"] is None
         asked = one["questions"]
         assert list(asked) == list(shipped["verified"][0]["questions"])
         assert {len(column) for column in asked.values()} == {one["verify"]["n"]}
@@ -125,6 +127,31 @@ def test_the_rates_that_made_the_shipped_document():
     shipped = json.loads((FOLDER.parent / "recorded" / "verify.json").read_text())
     made = [promise.Run(one["rate"], one["verify"]["n"], one["seed"]) for one in shipped["verified"]]
     assert promise.parse_runs(promise.RATES) == made
+
+
+def test_the_shipped_predictions_are_what_is_predicted_now(tmp_path):
+    shipped = json.loads((FOLDER.parent / "recorded" / "verify.json").read_text())
+    policy = Policy.from_dict(shipped["policy"])
+    loads = shipped["verified"][0]["verify"]["load"]["predicted_from"]["concurrency"]
+    with Store.open(tmp_path / "shipped.db") as store:
+        fill(store, promise.MODEL, open_recording())
+        recorded = [load_outcomes(store, arms=[promise.ARM], concurrency=load) for load in loads]
+    for one in shipped["verified"]:
+        asked, told = one["questions"], one["verify"]
+        again = replay(recorded, policy, asked["id"], 1e-3 * np.array(asked["arrival_ms"]))
+        np.testing.assert_allclose(asked["predicted_ms"], 1e3 * again.latency, atol=0.051)
+        expected = again.to_dict()
+        rests_on = told["load"]["predicted_from"]
+        assert rests_on.keys() == expected.keys()
+        for name, value in expected.items():
+            assert rests_on[name] == (pytest.approx(value) if isinstance(value, float) else value)
+        assert (one["load"], told["warnings"]) == (expected["nearest"], again.warnings(one["rate"]))
+        for line in told["lines"]:
+            if line["metric"].startswith("p"):
+                predicted = metrics.percentile(again.latency, float(line["metric"][1:]))
+                assert line["predicted"]["value"] == pytest.approx(predicted)
+                change = line["measured"]["value"] / predicted - 1
+                assert line["difference"]["value"] == pytest.approx(change)
 
 
 @pytest.mark.parametrize("text", ["", "30", "30:", "0:5", "30:0", "30:5:1:2", "30:5:-1", "x:5", "1e400:5", "30:5,,6:5"])

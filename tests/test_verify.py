@@ -26,6 +26,7 @@ from calib.engine.simulated import SimulatedEngine, load_profile
 from calib.errors import CalibError
 from calib.export import export
 from calib.measured import read_served
+from calib.outcomes import Outcomes
 from calib.policy import Policy, Route, decide
 from calib.questions import Question
 from calib.queueing import forecast
@@ -415,8 +416,9 @@ def test_arrivals_are_predicted_from_all_recorded_loads(recorded):
     told = found.to_dict()["load"]
     assert told["predicted_from"] == expected.to_dict()
     assert told["predicted_from"]["concurrency"] == [2, 8, 32]
-    assert told["tuned_concurrency"] == [2, 8, 32][expected.nearest]
-    assert told["in_flight"] == pytest.approx(told["predicted_from"]["in_flight"], rel=0.5)
+    assert told["predicted_from"]["nearest"] == [2, 8, 32][expected.nearest]
+    assert told["tuned_concurrency"] is None  # no document says which of them was tuned
+    assert told["in_flight"] > 0
     lines = {line.metric: line for line in found.lines}
     assert lines["p90"].predicted.value == np.sort(expected.latency)[math.ceil(0.9 * 25) - 1]
     assert "were taken with" not in warned(found)
@@ -424,7 +426,9 @@ def test_arrivals_are_predicted_from_all_recorded_loads(recorded):
     assert alone.forecast is None  # one load, and what it says of each question
     np.testing.assert_array_equal(alone.due, times)
     np.testing.assert_array_equal(alone.predicted.latency, decide(asked_there[2], policy).latency)
-    assert alone.to_dict()["load"]["predicted_from"] == {"concurrency": [32], "in_flight": None}
+    told = alone.to_dict()["load"]
+    assert told["predicted_from"] == {"concurrency": [32], "nearest": 32, "in_flight": None}
+    assert told["tuned_concurrency"] == 32
     assert "the stored seconds were taken with 32 requests in flight, these at 30 requests/s" in warned(alone)
 
 
@@ -434,15 +438,125 @@ def test_a_rate_that_nothing_recorded_sustains_is_said(recorded):
         shown, quiet = called(*asked, "--rate", "900/s"), called(*asked, "--rate", "1/s", "--n", "3", "--json")
     assert shown.exit_code == 0, shown.output
     assert "predicted for these arrivals from seconds at 2, 8, 32 in flight: " in shown.stdout
-    assert (
-        "overloaded: 900 requests/s arrive, and nothing recorded shows that the server does more than" in shown.output
-    )
+    assert "900 requests/s arrive, more than any recorded load shows to be possible" in shown.output
+    assert "; these show at least " in shown.stdout  # many prompts of few tokens
     document = json.loads(quiet.stdout)
     assert document["load"]["predicted_from"]["saturated"] == 0
     assert document["warnings"] == [
         f"{document['load']['predicted_from']['in_flight']:.3g} requests are in flight on average, fewer than at the "
         "lowest recorded load: the seconds of 2 in flight stand for theirs"
     ]
+
+
+def test_all_that_was_collected_was_in_flight_whatever_is_asked(recorded, tmp_path):
+    policy = Policy(threshold=0.7, mix=0.5, think_budget=512)
+    path = shutil.copy(recorded, tmp_path / "r.db")
+    with Store.open(path) as store:
+        everything = [load_outcomes(store, concurrency=load) for load in LOADS]
+        work = {name: everything[0].select([name]).tokens[:, -1].mean() for name in everything[0].dataset_names}
+        light, heavy = min(work, key=work.get), max(work, key=work.get)
+        assert work[heavy] > 1.2 * work[light]
+        with serving(Paced("base"), policy) as url:
+            one = run(store, url, policy, load=Load(rate=60.0), datasets=[light])
+            two = run(store, url, policy, load=Load(rate=60.0), traffic={light: 1, heavy: 3}, n=20)
+    for found in (one, two):
+        place = {name: i for i, name in enumerate(zip(everything[0].dataset, everything[0].ids, strict=True))}
+        there = [place[name] for name in zip(found.outcomes.dataset, found.outcomes.ids, strict=True)]
+        expected = forecast(everything, [o.take(there) for o in everything], policy, found.due)
+        np.testing.assert_array_equal(found.predicted.latency, expected.latency)
+        assert found.forecast.to_dict() == expected.to_dict()
+    assert set(one.outcomes.dataset) == {light}
+    assert not two.outcomes.unweighted
+    alone = [o.select([light]) for o in everything]
+    assert forecast(alone, alone, policy, np.arange(alone[0].n) / 60.0).capacity != one.forecast.capacity
+
+
+def estimated_at(outcomes_of: Callable[..., Outcomes], *loads: int) -> Callable[..., Outcomes]:
+    """Outcomes with the seconds at some loads taken from a fitted line."""
+
+    def load(*args, **how) -> Outcomes:
+        found = outcomes_of(*args, **how)
+        if how.get("concurrency") not in loads:
+            return found
+        return replace(found, estimated=np.ones_like(found.estimated))
+
+    return load
+
+
+@pytest.mark.parametrize(("marks", "looks"), [([], 0), (["estimated"], 1), (None, 1)])
+def test_a_measured_promise_spends_no_look_where_the_nearest_load_is_estimated(
+    recorded, tmp_path, monkeypatch, marks, looks
+):
+    policy = Policy(threshold=0.7, mix=0.5, think_budget=512)
+    path = shutil.copy(recorded, tmp_path / "r.db")
+    monkeypatch.setattr("calib.verify.load_outcomes", estimated_at(load_outcomes, 2))
+    with Store.open(path) as store, serving(Paced("base"), policy) as url:
+        identity = split_identity(load_outcomes(store, concurrency=8))
+        before = store.looks(identity)
+        with saved(store, policy, marks=marks, targets=[{"target": "p90<10s"}]) as name:
+            found = run(store, url, policy, name, load=Load(rate=5.0), n=5)
+        assert store.looks(identity) == before + looks
+    told = found.to_dict()
+    assert (told["load"]["predicted_from"]["nearest"], told["load"]["predicted_from"]["estimated"]) == (2, [2])
+    assert (found.certificate is not None) == bool(looks)
+    assert (
+        "the seconds of some questions at 2 in flight are estimated, and so is what rests on them" in told["warnings"]
+    )
+
+
+def test_estimated_seconds_are_marked_where_the_prediction_is_printed(recorded, monkeypatch):
+    monkeypatch.setattr("calib.verify.load_outcomes", estimated_at(load_outcomes, 2))
+    with serving(Paced("base"), Policy(threshold=0.7, mix=0.5, think_budget=512)) as url:
+        asked = ("verify", "best", "--arm", f"base={url}", "--store", str(recorded), "--n", "3", "--rate", "9/s")
+        shown = called(*asked)
+    assert "from seconds at 2 (estimated), 8, 32 in flight: " in shown.stdout
+
+
+def without_seconds(outcomes_of: Callable[..., Outcomes], *loads: int) -> Callable[..., Outcomes]:
+    """Outcomes in which one question was not timed at some loads."""
+
+    def load(*args, **how) -> Outcomes:
+        found = outcomes_of(*args, **how)
+        if how.get("concurrency") not in loads:
+            return found
+        t1 = found.t1.copy()
+        t1[:, 0] = math.nan
+        return replace(found, t1=t1)
+
+    return load
+
+
+def test_the_load_that_predicts_was_recorded_and_has_seconds(recorded, monkeypatch):
+    policy = Policy(threshold=0.7, mix=0.5, think_budget=512)
+    with serving(Paced("base"), policy) as url, Store.open(recorded) as store:
+        asked = ("verify", "best", "--arm", f"base={url}", "--store", str(recorded), "--n", "3", "--rate", "9/s")
+        never = called(*asked, "--predict-at", "7")
+        assert never.exit_code == 2
+        assert "was not timed at --predict-at 7: it was timed at 2, 8, 32" in never.stderr
+        for name, model, said in (
+            ("of_nobody", None, "was not timed at --predict-at 7: it was timed at 2, 8, 32"),
+            ("of_another", "f" * 64, "no answers of a model 'ffff"),
+        ):
+            with saved(store, policy, name, fingerprints={"model": model}), pytest.raises(CalibError, match=said):
+                run(store, url, policy, name, predict_at=7)
+        with monkeypatch.context() as patched:
+            patched.setattr("calib.verify.load_outcomes", without_seconds(load_outcomes, 32))
+            with pytest.raises(CalibError, match="concurrencies 2, 8, 32.*--predict-at 8"):
+                run(store, url, policy, n=3, load=Load(concurrency=3))
+            assert run(store, url, policy, n=3, load=Load(rate=9.0)).forecast.concurrency == (2, 8)
+            patched.setattr("calib.verify.load_outcomes", without_seconds(load_outcomes, 2, 32))
+            for load in (Load(rate=9.0), Load(concurrency=3), None):
+                found = run(store, url, policy, n=3, load=load)
+                assert found.forecast is None
+                assert found.to_dict()["load"]["predicted_from"]["concurrency"] == [8]
+                assert (
+                    "of the concurrencies 2, 8, 32 the seconds of every question are known at 8 alone: they are the "
+                    "prediction" in found.warnings
+                )
+            assert found.load == Load(concurrency=8)
+            patched.setattr("calib.verify.load_outcomes", without_seconds(load_outcomes, 2, 8, 32))
+            with pytest.raises(CalibError, match="at none of them on every question.*calib collect"):
+                run(store, url, policy, n=3, load=Load(rate=9.0))
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------

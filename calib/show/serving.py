@@ -237,10 +237,12 @@ def _predicted_from(load: Mapping[str, Any]) -> None:
     rests_on = load["predicted_from"]
     if rests_on["in_flight"] is None:
         return
-    at = ", ".join(map(str, rests_on["concurrency"]))
-    capacity = (
-        "" if rests_on["capacity"] is None else f"; these show {rests_on['capacity']:.3g} requests/s to be possible"
-    )
+    estimated = rests_on["estimated"]
+    at = ", ".join(f"{one}{' (estimated)' if one in estimated else ''}" for one in rests_on["concurrency"])
+    capacity = ""
+    if rests_on["capacity"] is not None:
+        least = "at least " if rests_on["lower_bound"] else ""
+        capacity = f"; these show {least}{rests_on['capacity']:.3g} requests/s to be possible"
     say(
         f"predicted for these arrivals from seconds at {at} in flight: {rests_on['in_flight']:.3g} in flight "
         f"on average (measured {load['in_flight']:.3g}){capacity}"

@@ -130,7 +130,7 @@ def verified(store: Path, served: Served, url: str, run: Run) -> dict[str, Any]:
     with Store.open(store) as opened:
         found = verify(served, opened, Trial(ARM, url, Load(rate=run.rate), n=run.questions, seed=run.seed))
     took, told = time.monotonic() - began, found.to_dict()
-    load = told["load"]["tuned_concurrency"]
+    load = told["load"]["predicted_from"]["nearest"]
     return {
         "rate": run.rate,
         "seed": run.seed,
