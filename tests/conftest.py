@@ -17,9 +17,11 @@ settings.register_profile(
 )
 settings.load_profile("calib")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts its background jobs so, and children inherit it: the Ctrl-C of a test would reach none of them.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        # A shell starts its background jobs so, nohup its command, and children inherit it: what a test sends to its
+        # child would not reach it.
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
