@@ -15,6 +15,7 @@ from calib.engine.vllm import VllmEngine
 from calib.gateway import DecideRequest, Gateway
 from calib.policy import Policy
 from calib.questions import Question
+from tests.patience import undisturbed
 from tests.vllm.servers import Server
 from tests.vllm.test_real_vllm import QUESTIONS, SAME
 
@@ -25,11 +26,6 @@ LONG = 900
 ENDLESS = {"temperature": 0.0, "frequency_penalty": -2.0, "presence_penalty": -2.0}
 """What was said once is said again, so that the thoughts of a random model do not end."""
 LATE = 0.2
-
-
-def _late(deadline: float) -> float:
-    """Seconds after the deadline that count as in time: the slower this machine, the longer an answer takes to read."""
-    return max(LATE, deadline / 2)
 
 
 async def _idle_soon(engine: VllmEngine) -> bool:
@@ -58,17 +54,17 @@ async def _closed(engine: VllmEngine, question: Question, deadline: float) -> li
         started = time.perf_counter()
         with suppress(AskFailed):
             answer = await engine.ask(question, (20, LONG), deadline=deadline, keep_text=True)
-            if answer.closed and time.perf_counter() - started < deadline + _late(deadline):
+            if answer.closed and time.perf_counter() - started < deadline + LATE:
                 answers.append(answer)
         assert await _idle_soon(engine)  # closing the connection ended the thought in the server too
         if len(answers) == 3:
             break
-    if not answers:
-        pytest.skip(f"this machine is too busy: none of 20 answers came within {_late(deadline):.2f} s of a deadline")
+    assert answers
     return answers
 
 
 @pytest.mark.parametrize("server", ["tiny", "tiny --speculative"], indirect=True)
+@undisturbed
 async def test_a_deadline_is_kept(server: Server) -> None:
     engine = VllmEngine(server.url, sampling=ENDLESS, label_mass=False)
     try:
@@ -92,9 +88,8 @@ async def test_a_deadline_is_kept(server: Server) -> None:
             DecideRequest(kind="choice", state="A cube.", question=f"What is it, {i}?", options=["a", "b"], debug=True)
             for i in range(6)
         ]
-        late = _late(deadline)
         slowest = [math.inf]
-        while len(slowest) < 10 and min(slowest) > deadline + late:
+        while len(slowest) < 10 and min(slowest) > deadline + LATE:
             answers = await asyncio.gather(*map(gate.decide, asked))
             slowest.append(max(answer["elapsed_seconds"] for answer in answers))
             for answer in answers:
@@ -102,7 +97,6 @@ async def test_a_deadline_is_kept(server: Server) -> None:
                 assert not (degraded and thinking.get("closed_by_deadline", False))
                 assert answer["probabilities"] == pytest.approx(thinking["system1" if degraded else "system2"])
             assert await _idle_soon(engine)
-        if min(slowest) > deadline + late:
-            pytest.skip(f"this machine is too busy: six answers were {min(slowest) - deadline:.2f} s late, at best")
+        assert min(slowest) <= deadline + LATE
     finally:
         await engine.close()
