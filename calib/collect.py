@@ -27,6 +27,7 @@ from calib.engine.base import Engine, EngineInfo
 from calib.engine.decide import DecideEngine
 from calib.errors import CalibError
 from calib.fitness import REPLACED
+from calib.processes import stop_signals
 from calib.questions import Question, text_hash
 from calib.sampling import place
 from calib.store import AuditAnswer, Covered, Store
@@ -533,8 +534,8 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             task.cancel()
         stop.set()
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    numbers = [number for number in before if number == signal.SIGTERM or before[number] is not signal.SIG_IGN]
+    numbers = stop_signals()
+    before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:

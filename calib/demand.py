@@ -15,17 +15,15 @@ import numpy as np
 from calib import deadline, intervals
 from calib.errors import CalibError
 from calib.fitness import Repeats
+from calib.knobs import ROUTE_KEYS
 from calib.outcomes import Outcomes
 from calib.policy import Cost, Policy, baselines, evaluate
 from calib.target import Target
 
-__all__ = ["CALIBRATE", "ROUTES", "Demand", "sustainable_rate", "throughput"]
+__all__ = ["CALIBRATE", "Demand", "sustainable_rate", "throughput"]
 
 CALIBRATE = ("none", "auto")
 """Whether the policy is tuned on calibrated probabilities: no, or with the steps that gain beyond noise."""
-
-ROUTES = ("dataset", "kind", "n_options")
-"""What routes can go by."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class Demand:
             raise CalibError(f"deadlines must be seconds above 0, got {list(self.deadlines)}")
         if self.calibrate not in CALIBRATE:
             raise CalibError(f"--calibrate must be one of {', '.join(CALIBRATE)}, got {self.calibrate!r}")
-        if self.route_by is not None and self.route_by not in ROUTES:
-            raise CalibError(f"--routes must be one of {', '.join(ROUTES)}, got {self.route_by!r}")
+        if self.route_by is not None and self.route_by not in ROUTE_KEYS:
+            raise CalibError(f"--routes must be one of {', '.join(ROUTE_KEYS)}, got {self.route_by!r}")
         others = {
             "--deadline": bool(self.deadlines),
             "--calibrate auto": self.calibrate == "auto",

@@ -14,10 +14,10 @@ import numpy as np
 from calib import exact, intervals, risk
 from calib.jsonnumbers import finite
 from calib.outcomes import Outcomes
-from calib.policy import LATENCY_METRICS, Cost, Decisions
+from calib.policy import LATENCY_METRICS, Cost, Decisions, Policy
 from calib.target import RATES
 
-__all__ = ["Gain", "gain_over"]
+__all__ = ["Gain", "Unproven", "gain_over"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,26 @@ class Gain:
             "p_value": self.p_value,
             "level": self.level,
         }
+
+
+@dataclass(frozen=True, eq=False)
+class Unproven:
+    """A policy that was not taken, since what it gains over a plainer one could be chance.
+
+    Attributes
+    ----------
+    policy : Policy
+        As the search saw it, without temperatures.
+    gain : Gain
+        On the tune questions, both with the same margin.
+    """
+
+    policy: Policy
+    gain: Gain
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"policy": self.policy.to_dict(), **self.gain.to_dict()}
 
 
 def gain_over(

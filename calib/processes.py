@@ -1,4 +1,4 @@
-"""`Family`: a command in a session of its own, ended with everything that it started and nothing else.
+"""`Family`: a command in a session of its own, ended with everything that it started and nothing else; `stop_signals`.
 
 Two things outlive a careless parent: children of the command, and the command itself when the parent dies first. The
 first are found by their session, whatever process group they moved to. Against the second a guard, a shell that waits
@@ -23,7 +23,8 @@ from typing import IO
 
 from calib.errors import CalibError
 
-__all__ = ["Family"]
+__all__ = ["Family", "stop_signals"]
+
 
 _KILL_SECONDS = 10.0
 """How long a killed process may take to go: it may have gigabytes to give back."""
@@ -209,3 +210,12 @@ def _session(leader: int) -> list[int]:
                 if str(leader) in (group, session) and state not in "ZX":
                     found.append(int(entry.name))
     return found
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks this process to stop: SIGTERM, and SIGINT unless the process was started to ignore it.
+
+    A shell starts its background jobs so.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGINT]

@@ -14,18 +14,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from calib.demand import ROUTES, Demand
+from calib.demand import Demand
 from calib.errors import CalibError
-from calib.gain import Gain, gain_over
+from calib.gain import Unproven
 from calib.jsonnumbers import finite
-from calib.knobs import uncarried
+from calib.knobs import ROUTE_KEYS, uncarried
 from calib.optimise import Optimum
 from calib.outcomes import Outcomes
 from calib.policy import Policy, decide, evaluate_decisions
 from calib.risk import violation_share
+from calib.spaces import gain_of, policy_of
 from calib.target import Target
 
-__all__ = ["Offer", "Routed", "Taken", "Unproven", "check_routes", "factor_of", "taken"]
+__all__ = ["Offer", "Routed", "Taken", "check_routes", "column", "factor_of", "taken"]
 
 _SAME = 1e-12
 """Objectives and shares this close are equal."""
@@ -55,25 +56,6 @@ class Offer(Protocol):
         iterable of Policy or None
             None where the search was cut short: then nothing is known of routes.
         """
-
-
-@dataclass(frozen=True, eq=False)
-class Unproven:
-    """The best policy with routes, which was not taken: its gain over the best one policy for all could be chance.
-
-    Attributes
-    ----------
-    policy : Policy
-    gain : Gain
-        On the tune questions, both with the same margin.
-    """
-
-    policy: Policy
-    gain: Gain
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"policy": self.policy.to_dict(), **self.gain.to_dict()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +179,7 @@ def check_routes(outcomes: Outcomes, by: str) -> None:
     if len(values) < 2:
         raise CalibError(
             f"--routes {by}: {by} is {str(values[0])!r} for all of the {outcomes.n} tune questions, so that no route "
-            f"could tell them apart; leave the option out, or take another: {', '.join(ROUTES)}"
+            f"could tell them apart; leave the option out, or take another: {', '.join(ROUTE_KEYS)}"
         )
 
 
@@ -259,11 +241,13 @@ def taken(
             best[factor] = winner
     plain = dict(found)
     at = max((factor for factor in best if factor <= 1), default=0.0)
-    gains = {f: _gain(one, found[f], outcomes, demand) for f, one in best.items() if f in found and one is not found[f]}
+    gains = {
+        f: gain_of(one, found[f], outcomes, demand) for f, one in best.items() if f in found and one is not found[f]
+    }
     if at not in best or best[at] is found.get(at):
         return Taken(plain, refused)
     if at in gains and not gains[at].beyond_noise:
-        return Taken(plain, refused, Unproven(_policy_of(best[at]), gains[at]))
+        return Taken(plain, refused, Unproven(policy_of(best[at]), gains[at]))
     unproven = {factor for factor, gain in gains.items() if not gain.beyond_noise}
     return Taken({f: found[f] if f in unproven else one for f, one in best.items()}, refused)
 
@@ -285,22 +269,3 @@ def _noisy(policy: Policy, outcomes: Outcomes, demand: Demand) -> bool:
     return repeats is not None and any(
         mask.any() and bool(repeats.noisy(part.threshold, part.arm)) for part, mask in policy.parts(outcomes)
     )
-
-
-def _gain(ours: Optimum, other: Optimum, outcomes: Outcomes, demand: Demand) -> Gain:
-    return gain_over(
-        outcomes,
-        decide(outcomes, _policy_of(ours)),
-        decide(outcomes, _policy_of(other)),
-        ours.metric,
-        maximize=ours.maximize,
-        rng=np.random.default_rng(demand.seed),
-        level=demand.level,
-        resamples=demand.resamples,
-        cost=demand.cost,
-    )
-
-
-def _policy_of(found: Optimum) -> Policy:
-    assert found.policy is not None
-    return found.policy

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from calib.errors import CalibError
+from calib.processes import stop_signals
 
 __all__ = ["DRAIN_SECONDS", "ServerThread", "listen", "run", "serving"]
 
@@ -26,7 +27,6 @@ _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75  # longer than the pools of usual clients, so that they close first and no request is lost
 
 OpenApp = Callable[[], Awaitable[FastAPI]]
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Server(uvicorn.Server):
@@ -150,7 +150,7 @@ async def _run(
                 server.force_exit = stop.is_set()
                 stop.set()
 
-            numbers = [n for n in _SIGNALS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+            numbers = stop_signals()
             for number in numbers:
                 loop.add_signal_handler(number, on_signal)
             if (hang_up := getattr(app.state, "hang_up", None)) is not None:

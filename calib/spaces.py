@@ -19,13 +19,13 @@ from calib import calibrate, deadline, intervals, optimise
 from calib.calibrate import Calibration
 from calib.demand import Demand, throughput
 from calib.errors import CalibError
-from calib.gain import Gain, gain_over
+from calib.gain import Gain, Unproven, gain_over
 from calib.optimise import Optimum, Table, optimum, tabulate
 from calib.outcomes import Outcomes
 from calib.policy import ON_DEADLINE, Decisions, Policy, decide, evaluate
 from calib.target import Target
 
-__all__ = ["LeftOut", "Serving", "Spaces", "Tried", "policy_of"]
+__all__ = ["LeftOut", "Serving", "Spaces", "Tried", "gain_of", "policy_of"]
 
 _SAME = 1e-12
 """Objectives this close are equal."""
@@ -149,22 +149,16 @@ class Tried:
     objective: float
 
 
-@dataclass(frozen=True)
-class LeftOut:
+@dataclass(frozen=True, eq=False)
+class LeftOut(Unproven):
     """The best policy with a deadline, which was not taken: its gain over the best one without could be chance.
 
     Attributes
     ----------
-    policy : Policy
-        As the search saw it, without temperatures.
-    gain : Gain
-        On the tune questions.
     tried : int
         Deadlines, arms and rules that it is the best of.
     """
 
-    policy: Policy
-    gain: Gain
     tried: int
 
     @property
@@ -178,7 +172,7 @@ class LeftOut:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"policy": self.policy.to_dict(), **self.gain.to_dict(), "tried": self.tried}
+        return {**super().to_dict(), "tried": self.tried}
 
 
 class _Late(NamedTuple):
@@ -305,18 +299,7 @@ class Spaces:
         (plain,) = alone.optima([requirements])
         if plain.policy is None:
             return self
-        outcomes, demand = next(iter(self._plain)).outcomes, self.demand
-        gain = gain_over(
-            outcomes,
-            decide(outcomes, policy),
-            decide(outcomes, plain.policy),
-            found.metric,
-            maximize=found.maximize,
-            rng=np.random.default_rng(demand.seed),
-            level=demand.level,
-            resamples=demand.resamples,
-            cost=demand.cost,
-        )
+        gain = gain_of(found, plain, next(iter(self._plain)).outcomes, self.demand)
         if gain.beyond_noise:
             self.gain = gain
             return self
@@ -404,6 +387,21 @@ def policy_of(found: Optimum) -> Policy:
     """The policy of an optimum that has one."""
     assert found.policy is not None
     return found.policy
+
+
+def gain_of(ours: Optimum, other: Optimum, outcomes: Outcomes, demand: Demand) -> Gain:
+    """What one optimum gains over another in the objective, on the tune questions."""
+    return gain_over(
+        outcomes,
+        decide(outcomes, policy_of(ours)),
+        decide(outcomes, policy_of(other)),
+        ours.metric,
+        maximize=ours.maximize,
+        rng=np.random.default_rng(demand.seed),
+        level=demand.level,
+        resamples=demand.resamples,
+        cost=demand.cost,
+    )
 
 
 def _expense(found: Optimum) -> tuple[float, float, float]:

@@ -57,8 +57,6 @@ class Verified:
     forecast : Forecast or None
         What the arrivals do to the latency, where seconds of several loads are known; None where those of one load are
         the prediction.
-    tuned : int or None
-        Requests in flight when the seconds were taken that the policy was tuned on, where that is known.
     note : str
         Which load was taken, where nobody chose one of several; else empty.
     due : ndarray of shape (N,), or None
@@ -87,7 +85,6 @@ class Verified:
     outcomes: Outcomes
     predicted: Decisions
     forecast: Forecast | None
-    tuned: int | None
     note: str
     due: NDArray[np.float64] | None
     measured: Measured
@@ -137,7 +134,8 @@ class Verified:
                 "rate": self.load.rate,
                 "concurrency": self.load.concurrency,
                 "in_flight": self.in_flight,
-                "tuned_concurrency": self.tuned,
+                # no document says which of several was tuned
+                "tuned_concurrency": self.taken if self.forecast is None else None,
                 "predicted_from": self._rests_on(),
             },
             "n": self.outcomes.n,
@@ -163,11 +161,15 @@ class Verified:
             "warnings": list(self.warnings),
         }
 
+    @property
+    def taken(self) -> int | None:
+        """Requests in flight when the seconds of the outcomes were taken; None where that is not known."""
+        return int(self.outcomes.concurrency[self.outcomes.arm_index(self.served.policy.arm)]) or None
+
     def _rests_on(self) -> dict[str, Any]:
         """The loads whose seconds are the prediction, and what it says of this one."""
         if self.forecast is None:
-            load = int(self.outcomes.concurrency[self.outcomes.arm_index(self.served.policy.arm)])
-            return {"concurrency": [load] if load else [], "nearest": load or None, "in_flight": None}
+            return {"concurrency": [self.taken] if self.taken else [], "nearest": self.taken, "in_flight": None}
         return self.forecast.to_dict()
 
     @property
@@ -282,10 +284,10 @@ def served_otherwise(served: Served, info: EngineInfo, outcomes: Outcomes, measu
 
 
 def _other_load(found: Verified) -> list[str]:
-    taken = int(found.outcomes.concurrency[found.outcomes.arm_index(found.served.policy.arm)])
+    taken = found.taken
     if found.forecast is not None and found.load.rate is not None:
         return found.forecast.warnings(found.load.rate)
-    if not taken:
+    if taken is None:
         return ["at which load the stored seconds were taken is not known: compare latency with care"]
     if found.load.rate is not None:
         return [

@@ -182,7 +182,7 @@ class _Basis:
 def _stored(served: Served, store: Store, trial: Trial) -> _Basis:
     model, load, note = served.fingerprint, trial.load, ""
     known = _known(store, model, trial)
-    at = trial.predict_at
+    at, outcomes = trial.predict_at, None
     if at is None and load is not None and load.concurrency in known:
         at = load.concurrency
     if at is None and len(known) > 1:
@@ -191,8 +191,9 @@ def _stored(served: Served, store: Store, trial: Trial) -> _Basis:
         several = [o for c, o in usable.items() if c > 0 and not o.simulated]
         if load is not None and load.rate is not None and len(several) > 1:
             return _Basis(tuple(several), tuple(_as_traffic(o, trial) for o in several), load)
-        at, note = _the_usable(store, trial, known, list(usable))
-    outcomes = load_outcomes(store, model=model, arms=[trial.arm], concurrency=at)
+        outcomes, note = _the_usable(store, trial, known, usable)
+    if outcomes is None:
+        outcomes = load_outcomes(store, model=model, arms=[trial.arm], concurrency=at)
     taken = int(outcomes.concurrency[outcomes.arm_index(trial.arm)])
     return _Basis((outcomes,), (_as_traffic(outcomes, trial),), load or Load(concurrency=taken or CONCURRENCY), note)
 
@@ -213,11 +214,14 @@ def _listed(known: Sequence[int]) -> str:
     return ", ".join(str(load) if load else "0 (not known)" for load in known)
 
 
-def _the_usable(store: Store, trial: Trial, known: Sequence[int], usable: Sequence[int]) -> tuple[int, str]:
+def _the_usable(
+    store: Store, trial: Trial, known: Sequence[int], usable: Mapping[int, Outcomes]
+) -> tuple[Outcomes, str]:
     """The only one of several loads at which all seconds are known, and the words that say so."""
     if len(usable) == 1:
-        return usable[0], (
-            f"of the concurrencies {_listed(known)} the seconds of every question are known at {usable[0]} alone: "
+        ((load, outcomes),) = usable.items()
+        return outcomes, (
+            f"of the concurrencies {_listed(known)} the seconds of every question are known at {load} alone: "
             "they are the prediction"
         )
     where = f"{store.location}: arm {trial.arm} was timed at the concurrencies {_listed(known)}"
@@ -226,21 +230,13 @@ def _the_usable(store: Store, trial: Trial, known: Sequence[int], usable: Sequen
             f"{where}, at none of them on every question; time the rest: calib collect QUESTIONS --concurrency "
             f"{known[-1] or CONCURRENCY}"
         )
-    raise CalibError(f"{where}; say which seconds are the prediction: --predict-at {usable[-1]}")
+    raise CalibError(f"{where}; say which seconds are the prediction: --predict-at {max(usable)}")
 
 
 def _at_loads(store: Store, trial: Trial, model: str | None, loads: Sequence[int]) -> dict[int, Outcomes]:
     """The arm at each load at which the seconds of all questions are known."""
     found = {load: load_outcomes(store, model=model, arms=[trial.arm], concurrency=load) for load in loads}
     return {load: outcomes for load, outcomes in found.items() if outcomes.has_latency(trial.arm)}
-
-
-def _tuned_at(basis: _Basis) -> int | None:
-    """Requests in flight of the one load that predicts; None where several do: no document says which was tuned."""
-    if len(basis.asked) > 1:
-        return None
-    (outcomes,) = basis.asked
-    return int(outcomes.concurrency[0]) or None
 
 
 def _as_traffic(outcomes: Outcomes, trial: Trial) -> Outcomes:
@@ -504,7 +500,6 @@ def _compare(
         outcomes=outcomes,
         predicted=prediction,
         forecast=flight,
-        tuned=_tuned_at(basis),
         note=basis.note,
         due=due,
         measured=measured,

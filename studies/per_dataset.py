@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from calib.knobs import ROUTE_KEYS
 from calib.policy import NEVER, Route
+from calib.routing import column
 from calib.studyfile import Gate
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from calib.policy import Policy
     from calib.studyfile import Context
 
-KEYS = ("dataset", "kind", "n_options")
 FEW, ENOUGH, PULL = 30, 100, 100
 
 
@@ -86,13 +87,12 @@ def params(policy: Policy, context: Context) -> dict[str, Any]:
 def groups(context: Context) -> tuple[Group, ...]:
     """Routes with enough questions, by name; none where nothing that a request carries tells the questions apart."""
     o = context.outcomes
-    columns = {"dataset": o.dataset, "kind": o.kind, "n_options": o.n_options}
-    for key in KEYS if context.route_by is None else (context.route_by,):
-        column = columns[key].astype(str)
-        values, counts = np.unique(column, return_counts=True)
+    for key in ROUTE_KEYS if context.route_by is None else (context.route_by,):
+        own = column(o, key)
+        values, counts = np.unique(own, return_counts=True)
         if len(values) > 1:
             return tuple(
-                Group(f"{key}={value}", Gate.of(o.take(column == value)), int(n))
+                Group(f"{key}={value}", Gate.of(o.take(own == value)), int(n))
                 for value, n in zip(values, counts, strict=True)
                 if n >= FEW
             )

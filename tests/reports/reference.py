@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,21 @@ class Data:
     def main(self) -> Outcomes:
         """The run that answers of both systems are taken from."""
         return self.outcomes["main", "base", LOAD]
+
+    @cached_property
+    def policies(self) -> dict[str, Policy]:
+        """See `policies`."""
+        return policies(self.main)
+
+    @cached_property
+    def pairs(self) -> Sequence[tuple[str, int, list[Row], list[Row]]]:
+        """See `pairs`."""
+        return list(pairs(self))
+
+    @cached_property
+    def foretold(self) -> Sequence[tuple[float, dict[str, tuple[float, float, float]]]]:
+        """See `foretold`, of each verification."""
+        return [foretold(self, one) for one in self.verified["verified"]]
 
     def of(self, model: str, arm: str, load: int) -> dict[str, Row]:
         """Rows of one run by question."""
@@ -157,11 +173,10 @@ def policies(o: Outcomes) -> dict[str, Policy]:
     return found if inside is None else found | {f"tuned, {LIMIT}": inside}
 
 
-def worth(o: Outcomes) -> Iterator[str]:
+def worth(o: Outcomes, known: Mapping[str, Policy]) -> Iterator[str]:
     """What tuning is worth on held-out questions, over all and by task."""
     _, held_out = o.split(TEST_SHARE)
     assert held_out is not None
-    known = policies(o)
     decided = {name: decide(held_out, policy) for name, policy in known.items()}
     scores = {name: evaluate(held_out, policy) for name, policy in known.items()}
     rivals = {name: decided[name] for name in ("System 1", "always think")}
@@ -223,7 +238,7 @@ def in_short(data: Data) -> str:
     o = data.main
     _, held_out = o.split(TEST_SHARE)
     assert held_out is not None
-    known = {name: decide(held_out, policy) for name, policy in policies(o).items()}
+    known = {name: decide(held_out, policy) for name, policy in data.policies.items()}
     others = {name: known[name] for name in ("System 1", "always think", "default")}
     found = intervals.compare(held_out, known["tuned"], others, rng=np.random.default_rng(0), level=LEVEL)
     limit = intervals.compare(
@@ -272,7 +287,7 @@ def where_it_pays(data: Data) -> str:
     """Where drafting makes thinking faster, beyond noise."""
     told = []
     for model in data.recording.engines:
-        sure = [(load, speedup(base, draft)) for which, load, base, draft in pairs(data) if which == model]
+        sure = [(load, speedup(base, draft)) for which, load, base, draft in data.pairs if which == model]
         faster = [f"{ratio:.2f} at {load}" for load, (ratio, low, _) in sure if low > 1]
         slower = [f"{ratio:.2f} at {load}" for load, (ratio, _, high) in sure if high < 1]
         parts = [
@@ -409,7 +424,7 @@ def speculation(data: Data) -> Iterator[str]:
     )
     rows: list[list[object]] = []
     longer: list[float] = []
-    for model, load, base, draft in pairs(data):
+    for model, load, base, draft in data.pairs:
         one, other = pace(base, load), pace(draft, load)
         ratio, low, high = speedup(base, draft)
         known = [rates(data, model, arm, load, found.rate) for arm, found in (("base", one), ("draft", other))]
@@ -467,7 +482,7 @@ def choice_of_arm(data: Data) -> Iterator[str]:
         "there than at 64 and the draft arm did not; thoughts are as fast in both.\n"
     )
     rows = []
-    for model, load, base, _ in pairs(data):
+    for model, load, base, _ in data.pairs:
         whole = data.both[model, load]
         timed = {row.question.id for row in base}
         o = whole.take(np.flatnonzero([name in timed for name in whole.ids.tolist()]))
@@ -570,8 +585,7 @@ def foretold(data: Data, one: Mapping[str, Any]) -> tuple[float, dict[str, tuple
 def promises_kept(data: Data) -> str:
     """At which rates the promise is kept, and how far off it is at worst."""
     kept, missed = [], []
-    for one in data.verified["verified"]:
-        _, found = foretold(data, one)
+    for one, (_, found) in zip(data.verified["verified"], data.foretold, strict=True):
         off = max(abs(found[q][2] / found[q][1] - 1) for q in ("p50", "p90"))
         (kept if off <= AIM else missed).append(f"{one['rate']:g} ({100 * off:.1f} %)")
     return (
@@ -595,10 +609,9 @@ def promise(data: Data) -> Iterator[str]:
         "and tokens are off in points and per cent; percentiles in ms, off: measured over predicted.\n"
     )
     rows, lates = [], []
-    for one in found["verified"]:
+    for one, (in_flight, seconds) in zip(found["verified"], data.foretold, strict=True):
         lines = one["verify"]["lines"]
         both = {line["metric"]: (line["predicted"]["value"], line["measured"]["value"]) for line in lines}
-        in_flight, seconds = foretold(data, one)
         cells = [f"{100 * (both[name][1] - both[name][0]):+.1f}" for name in ("accuracy", "think_rate")]
         row: list[object] = [f"{one['rate']:g}/s", one["verify"]["n"], f"{in_flight:.1f}"]
         row += [f"{one['verify']['load']['in_flight']:.1f}", percent(both["accuracy"][1]), *cells]
@@ -725,7 +738,7 @@ def share_figure(data: Data) -> go.Figure:
     figure = canvas("What speculation does to throughput: draft over base", theme="light")
     share, dashes = np.linspace(0, 1, 201), dict(zip(data.recording.engines, ("dash", "solid"), strict=True))
     loads = sorted({run["concurrency"] for run in data.recording.runs})
-    for model, load, base, draft in pairs(data):
+    for model, load, base, draft in data.pairs:
         two = [answered(rates(data, model, arm, load, pace(rows, load).rate), share)
                for arm, rows in (("base", base), ("draft", draft))]  # fmt: skip
         line = {"color": COLOURS[loads.index(load)], "dash": dashes[model]}
@@ -784,7 +797,7 @@ def render(data: Data) -> str:
         by_task(o) + "\n",
         *cuts(o),
         "![Accuracy by budget and task](figures/reference-cuts.png)\n",
-        *worth(o),
+        *worth(o, data.policies),
         "## Accuracy against p90\n",
         "The exact front of each arm and load: every point is a policy that no other one beats. First the main model, "
         "then the large one. Seconds that a run did not measure (one request in flight, and three of the four runs at "
